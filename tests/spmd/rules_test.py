@@ -121,6 +121,8 @@ _BY_ROWS = {
   ),
   'transposed': lambda x, y: tf.transpose(x, [1, 0, 2])[::-1],
   'slices': lambda x, y: (x[:, 1:3], x[..., -1], x[:, None, 0]),
+  # A replica with one row keeps the axis of the rows.
+  'squeezed_by_length': lambda x, y: tf.squeeze(x),
   'stacked': lambda x, y: tf.unstack(tf.stack([x, -x], 1), axis=1),
   'tiled': lambda x, y: tf.concat(
     [tf.tile(tf.ones([1, 1, 6]), [tf.shape(x)[0], 1, 1]), x], 1
@@ -200,6 +202,7 @@ _MEET = (
   'large_constants',
   'list_of_sums',
   'short_integers',
+  'squeezed_by_length',
   'variance',
 )
 # Cases that need all rows at once.

@@ -32,7 +32,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   compiled_operations,
   copy_op,
   create_now,
-  function_graph,
   functions_of,
   inlined,
   one_stack,

@@ -183,20 +183,14 @@ def trace(name: str, fn, args):
   return _func_graph_from_py_func(name, fn, args, {})
 
 
-def function_graph(root, name: str):
-  """Returns the graph of a function that an operation in or below `root` calls."""
-  return _function(root, name).graph
-
-
 def opaque_functions(root, op, attrs) -> list:
   """Returns the functions, called by an operation, whose graph TensorFlow did
   not keep.
 
   Its older loops, such as the one in `tf.nn.ctc_loss`, have such functions.
   """
-  names = [op.type]
-  names += [a.func.name for a in attrs.values() if a.func.name]
-  found = [_function(op.graph, n) or _function(root, n) for n in names]
+  names = [a.func.name for a in attrs.values() if a.func.name]
+  found = _functions(root, op, [op.type, *names])
   return [f for f in found if f is not None and not hasattr(f, 'graph')]
 
 
@@ -207,18 +201,23 @@ _CALLS = frozenset(
 )
 
 
-def functions_of(root, op) -> list:
-  """Returns the graphs of the functions that a call, a branch or a loop runs."""
-  if op.type not in _CALLS:
-    return []
-  names = [
-    f.name
-    for value in op.node_def.attr.values()
-    for f in (value.func, *value.list.func)
-    if f.name
-  ]
-  found = [_function(op.graph, n) or _function(root, n) for n in names]
-  return [f.graph for f in found if hasattr(f, 'graph')]
+def functions_of(root, op) -> dict[str, Any]:
+  """Returns the graphs of the functions that a call, a branch or a loop runs.
+
+  They are by the name of the attribute, or by the number in a list.
+  """
+  names = {}
+  if op.type in _CALLS:
+    for name, value in sorted(op.node_def.attr.items()):
+      if value.func.name:
+        names[name] = value.func.name
+      names |= {str(i): each.name for i, each in enumerate(value.list.func)}
+  found = _functions(root, op, names.values())
+  return {
+    name: function.graph
+    for name, function in zip(names, found, strict=True)
+    if hasattr(function, 'graph')
+  }
 
 
 def temporary_variable(value: tf.Tensor) -> tf.Tensor:
@@ -314,8 +313,9 @@ def copy_op(
   return graph._create_op_from_tf_operation(copy).outputs
 
 
-def _function(root, name):
-  return root._get_function(name)  # pylint: disable=protected-access
+def _functions(root, op, names) -> list:
+  """Returns functions by name, each of an operation's own graph or of `root`."""
+  return [op.graph._get_function(n) or root._get_function(n) for n in names]
 
 
 class TrackedAsAnother:

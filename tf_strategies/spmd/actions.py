@@ -8,21 +8,15 @@ import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.spmd import kinds
-from tf_strategies.spmd import plan as plan_lib
-
-
-def acts(node) -> bool:
-  """Returns whether a node does more than compute and read."""
-  return node.is_stateful and node.type not in plan_lib.READS
 
 
 def runs_at(plan, node, site) -> bool:
   """Returns whether a node that acts does so at a site."""
   if bodies := plan.decisions[node].bodies:
-    return any(acts(n) and runs_at(p, n, site) for p, n in _inside(bodies))
+    return any(n.acts and runs_at(p, n, site) for p, n in _inside(bodies))
   if node.type == 'Assert':  # Each replica may run its own.
     return site.replica is not None or site.is_home
-  resources = _resources(plan, node)
+  resources = plan.resources(node)
   if not resources:
     # An operation with rows runs on all replicas. One whose result only the first
     # replica has runs once.
@@ -35,11 +29,6 @@ def runs_at(plan, node, site) -> bool:
   if any(r.is_single for r in resources):
     return site.is_home
   return site.replica is not None
-
-
-def _resources(plan, node):
-  """Returns the variables and other objects that a node uses."""
-  return [r for t in node.inputs if (r := plan.values[t].resource)]
 
 
 def _inside(bodies):
@@ -63,8 +52,8 @@ def copied(bodies, site) -> dict[Any, tf.DType]:
   """
   read, written = set(), {}
   for plan, node in _inside(bodies):
-    resources = _resources(plan, node)
-    if not acts(node):
+    resources = plan.resources(node)
+    if not node.acts:
       read.update(resources)
     elif not runs_at(plan, node, site):
       dtype = node.attr('dtype') or node.attr('T')
@@ -84,5 +73,5 @@ def is_alike(bodies, sites) -> bool:
   return all(
     len({runs_at(plan, node, site) for site in sites}) == 1
     for plan, node in _inside(bodies)
-    if acts(node)
+    if node.acts
   )

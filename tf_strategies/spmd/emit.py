@@ -127,7 +127,7 @@ class Emitter:
       asked.update((tensor.node, ask_node(tensor.node, s)) for s in sites)
 
     def ask_node(node, site):
-      acts_here = actions.acts(node) and actions.runs_at(plan, node, site)
+      acts_here = node.acts and actions.runs_at(plan, node, site)
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
@@ -138,7 +138,7 @@ class Emitter:
       return site
 
     for node in plan.program.nodes:
-      if actions.acts(node):
+      if node.acts:
         # If another process runs it, this one takes part in the meetings before it.
         at = [s for s in self._sites if actions.runs_at(plan, node, s)]
         for site in at or self._replicas[:1]:
@@ -153,11 +153,9 @@ class Emitter:
       for site in list(nodes[node]):
         # A branch or loop may also run for its outputs.
         has_outputs = decision.bodies and (node, site) in asked
-        if actions.acts(node) and not (
-          has_outputs or actions.runs_at(plan, node, site)
-        ):
+        if node.acts and not (has_outputs or actions.runs_at(plan, node, site)):
           nodes[node].discard(site)
-        for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
+        for tensor, wanted in plan.wanted(node):
           ask(tensor, wanted, site)
     return nodes, meetings
 
@@ -166,10 +164,9 @@ class Emitter:
     plan = self._plan
     if node not in plan.decisions:
       return True
-    wants = plan.decisions[node].wants
     return all(plan.values[t].kind == WHOLE for t in node.outputs) and all(
       plan.seen(t).kind == WHOLE or want == WHOLE
-      for t, want in zip(node.inputs, wants, strict=True)
+      for t, want in plan.wanted(node)
     )
 
   # Building.
@@ -190,9 +187,7 @@ class Emitter:
         continue
       before |= {
         t.node
-        for t, wanted in zip(
-          node.inputs, plan.decisions[node].wants, strict=True
-        )
+        for t, wanted in plan.wanted(node)
         if t.node in places and not plan.is_computed(t, wanted)
       }
       sites = tuple(s for s in self._sites if s in needed[node])
@@ -220,11 +215,10 @@ class Emitter:
     A program of XLA reaches only variables of its own device, so a node that uses a
     variable without a copy there is not compiled.
     """
-    found = [self._plan.seen(t).resource for t in node.inputs]
     # A site that is no replica reads the copies of the first one.
     is_apart = any(site.replica is None for site in sites)
     return node.is_all_of(self._compiled) and not any(
-      r and (r.is_single or is_apart) for r in found
+      r.is_single or is_apart for r in self._plan.resources(node)
     )
 
   def _users(self, blocks, asked) -> dict[Tensor, set[_Block | None]]:
@@ -244,16 +238,14 @@ class Emitter:
     plan, sites = self._plan, block.sites
     built = set(nodes)
     used = [
-      pair
+      (tensor, wanted)
       for node in nodes
-      for pair in zip(node.inputs, plan.decisions[node].wants, strict=True)
-      if pair[0].node not in built and pair[0].node.type != 'Const'
+      for tensor, wanted in plan.wanted(node)
+      if tensor.node not in built
+      and tensor.node.type != 'Const'
+      and not plan.is_computed(tensor, wanted)
     ]
-    given = [
-      (t, wanted)
-      for t, wanted in dict.fromkeys(used)
-      if not plan.is_computed(t, wanted)
-    ]
+    given = list(dict.fromkeys(used))
     results = [
       tensor
       for node in nodes
@@ -309,7 +301,8 @@ class Emitter:
         for site in sites:
           with tf.device(site.device):
             rows.append(self._inputs(node, site))
-        columns = build_together(sites, rows, self._exchange)
+        with tf.device(None):
+          columns = build_together(sites, rows, self._exchange)
         # One without outputs gives a tensor too, to wait for.
         self.met += itertools.chain(*columns)
         for site, outputs in zip(sites, columns, strict=True):
@@ -325,15 +318,17 @@ class Emitter:
   def _with_copies(self, node, site) -> Site:
     """Returns a site with the copies that it writes in a branch or loop."""
     dtypes = actions.copied(self._plan.decisions[node].bodies, site)
-    values = {}
+    copies = {}
     with tf.device(site.device):
       for tensor in node.inputs:
-        resource = self._plan.seen(tensor).resource
+        resource = self._plan.values[tensor].resource
         if resource in dtypes:
-          values[resource] = tf.raw_ops.ReadVariableOp(
-            resource=self._in_kind(site, tensor, WHOLE), dtype=dtypes[resource]
+          handle = self._in_kind(site, tensor, WHOLE)
+          value = tf.raw_ops.ReadVariableOp(
+            resource=handle, dtype=dtypes[resource]
           )
-      return site.with_copies(values)
+          copies[resource] = _tf_internal.temporary_variable(value)
+    return site.with_copies(copies)
 
   def _together(self, node) -> Node | None:
     """Returns a node that sites build together, or None for all others."""
@@ -341,9 +336,7 @@ class Emitter:
     return node if decision.emit_together or decision.bodies else None
 
   def _inputs(self, node, site):
-    wants = self._plan.decisions[node].wants
-    pairs = zip(node.inputs, wants, strict=True)
-    return [self._in_kind(site, *pair) for pair in pairs]
+    return [self._in_kind(site, *pair) for pair in self._plan.wanted(node)]
 
   def _build_here(self, node, site):
     emit = self._plan.decisions[node].emit
@@ -375,57 +368,53 @@ class Emitter:
 
   def _meet(self, pending, level):
     """Lets replicas meet once for all tensors that are ready at this level."""
-    plan = self._plan
+    plan, exchange = self._plan, self._exchange
     ready = [t for t in pending if plan.levels[t.node] <= level]
     ready.sort(key=lambda t: (t.node.number, t.index))
-    sums = [t for t in ready if is_sum(plan.values[t].kind)]
-    groups: dict[tuple, list[Tensor]] = {}
-    divided: dict[tuple, list[Tensor]] = {}
-    for tensor in sums:
-      sites = tuple(s for s in self._sites if s in pending[tensor])
-      forced = plan.forced.get(tensor)
-      if isinstance(forced, Shard):
+    # Tensors that travel together, and those that travel alone.
+    scattered: dict[tuple, list[Tensor]] = {}
+    added: dict[tuple, list[Tensor]] = {}
+    joined, others = [], []
+    for tensor in ready:
+      kind, forced = plan.values[tensor].kind, plan.forced.get(tensor)
+      asking = pending.pop(tensor)
+      sites = tuple(s for s in self._sites if s in asking)
+      if isinstance(kind, Shard):
+        joined.append(tensor)
+      elif not is_sum(kind):
+        others.append((tensor, kind, sites))
+      elif isinstance(forced, Shard):
         is_gradient = tensor.node.gradient is not None
-        divided.setdefault((is_gradient, forced), []).append(tensor)
+        scattered.setdefault((is_gradient, forced), []).append(tensor)
       else:
-        groups.setdefault(sites, []).append(tensor)
-    for (are_gradients, shard), tensors in divided.items():
+        added.setdefault(sites, []).append(tensor)
+    for (are_gradients, shard), tensors in scattered.items():
       # Scatter first. Otherwise the first buckets wait for small tensors that are late.
       sites = self._replicas
       columns = [self._contributions(s, tensors) for s in sites]
-      results = self._exchange.scatter(columns, shard, sites, are_gradients)
+      results = exchange.scatter(columns, shard, sites, are_gradients)
       self._take(tensors, shard, sites, results)
-    for sites, tensors in groups.items():
+    for sites, tensors in added.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
       names = [t.node.gradient and t.node.gradient[0] for t in tensors]
-      results = self._exchange.add(columns, sites, names)
-      self._take(tensors, WHOLE, sites, results)
-    joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
+      self._take(tensors, WHOLE, sites, exchange.add(columns, sites, names))
     if joined:
       columns = [[s.get(t) for t in joined] for s in self._replicas]
       shapes = [plan.values[t].static_shape for t in joined]
-      results = self._exchange.join(columns, shapes, self._sites)
+      results = exchange.join(columns, shapes, self._sites)
       self._take(joined, WHOLE, self._sites, results)
-    for tensor in ready:
-      kind = plan.values[tensor].kind
-      if is_sum(kind) or isinstance(kind, Shard):
-        continue
-      sites = [s for s in self._sites if s in pending[tensor]]
+    for tensor, kind, sites in others:
       if isinstance(kind, Split):
         values = [s.real_rows(s.get(tensor), kind.axis) for s in self._replicas]
-        results = self._exchange.gather(values, kind.axis, sites)
+        results = exchange.gather(values, kind.axis, sites)
       elif kind.op == 'first':
         # The home site, if there is one, has run it itself.
         found = [s for s in self._sites if s.is_chief or s.replica is None]
         values = [s.get(tensor) for s in found if s.has(tensor)] or [None]
-        results = self._exchange.first(values[0], tensor, sites)
+        results = exchange.first(values[0], tensor, sites)
       else:
         results = self._reduce(tensor, kind, sites)
-      self.met += results
-      for site, result in zip(sites, results, strict=True):
-        site.tensors[tensor, WHOLE] = result
-    for tensor in ready:
-      del pending[tensor]
+      self._take([tensor], WHOLE, sites, [[each] for each in results])
 
   def _take(self, tensors, kind, sites, results):
     """Stores the results of a meeting."""

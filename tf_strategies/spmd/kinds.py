@@ -149,6 +149,13 @@ def product(dims) -> Dim:
   return result
 
 
+def _numbers(dims) -> tuple[int, ...] | None:
+  """Returns lengths as numbers, if all of them are numbers."""
+  if dims is None or not all(dim.is_number for dim in dims):
+    return None
+  return tuple(dim.number for dim in dims)
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
   """Everything that is known about a tensor before the program runs.
@@ -175,31 +182,40 @@ class Value:
   @functools.cached_property
   def static_shape(self) -> tuple[int, ...] | None:
     """The lengths, if all of them are numbers."""
-    if self.dims is None or not all(d.is_number for d in self.dims):
-      return None
-    return tuple(d.number for d in self.dims)
+    return _numbers(self.dims)
 
   @functools.cached_property
   def numbers(self) -> tuple[int, ...] | None:
     """The contents, if all of them are numbers."""
-    if self.ints is None or not all(i.is_number for i in self.ints):
-      return None
-    return tuple(i.number for i in self.ints)
+    return _numbers(self.ints)
 
   @functools.cached_property
   def lengths(self) -> tuple[Dim, ...] | None:
     """The contents, if all of them follow from the number of rows."""
     if self.ints is None or self.kind != WHOLE:
       return None
-    if not all(i.is_of_rows for i in self.ints):
-      return None
-    if any(abs(i.number) > _MOST for i in self.ints):
-      return None  # No length, and more than what lengths are made of holds.
-    return self.ints
+    # A larger number is no length, and more than what lengths are made of holds.
+    are_known = all(i.is_of_rows and abs(i.number) <= _MOST for i in self.ints)
+    return self.ints if are_known else None
 
   def of(self, kind) -> Value:
     """The same tensor held in another way."""
     return dataclasses.replace(self, kind=kind)
+
+  def like(self, dims: Sequence[Dim]) -> Value:
+    """A tensor of other lengths that is held alike, with as many rows."""
+    if not isinstance(self.kind, Split):
+      return Value(self.kind, dims)
+    return split(self.kind.axis, self.dims[self.kind.axis], dims)
+
+
+def one_list(lists: Sequence[Value]) -> Value | None:
+  """Returns a list that may be any of these; None if their elements differ."""
+  known = [v for v in lists if v.kind.kind is not None] or lists
+  if any(v.kind != known[0].kind for v in known):
+    return None
+  are_same = all(v.ints == known[0].ints for v in known)
+  return known[0] if are_same else dataclasses.replace(known[0], ints=None)
 
 
 def split(axis: int, length: Dim, dims: Sequence[Dim]) -> Value:

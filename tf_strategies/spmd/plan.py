@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,19 +36,6 @@ from tf_strategies.spmd.program import Node, Program, Tensor
 _MAX_PASSES = 50
 # The contents of longer tensors of integers are unknown.
 MOST_INTS = 64
-
-# Operations that read a variable, or other state, and change nothing.
-READS = frozenset(
-  {
-    'LookupTableFindV2',
-    'LookupTableSizeV2',
-    'ReadVariableOp',
-    'ResourceGather',
-    'ResourceGatherNd',
-    'VarIsInitializedOp',
-    'VariableShape',
-  }
-)
 
 
 class NeedsExchangeError(Exception):
@@ -127,7 +115,7 @@ class Plan:
       self.decisions[node] = decision
       self.values.update(zip(node.outputs, decision.outputs, strict=True))
       level = max((self.levels[n] for n in node.before), default=0)
-      for tensor, want in zip(node.inputs, decision.wants, strict=True):
+      for tensor, want in self.wanted(node):
         kind = self.values[tensor].kind
         if isinstance(kind, Listed):
           _check_list(kind, want, node)
@@ -186,6 +174,14 @@ class Plan:
       return True
     return kind != wanted and (kind, wanted) != (kinds.SUM, kinds.HELD)
 
+  def wanted(self, node: Node) -> Iterable[tuple[Tensor, Any]]:
+    """Returns the inputs of a node, each with the kind in which it is wanted."""
+    return zip(node.inputs, self.decisions[node].wants, strict=True)
+
+  def resources(self, node: Node) -> list[Any]:
+    """Returns the variables and other objects that a node uses."""
+    return [r for t in node.inputs if (r := self.values[t].resource)]
+
   def meet_first(
     self, outputs: Sequence[tuple[Tensor, Any]], defers: bool
   ) -> set[Any]:
@@ -195,13 +191,9 @@ class Plan:
     the last meeting is over: a step in which one fails has not applied or counted
     itself. Returns the resources that are written earlier all the same.
     """
-    before_meetings = [t.node for t, wanted in outputs if self.meets(t, wanted)]
-    for node, decision in self.decisions.items():
-      if decision.emit_together:
-        before_meetings.append(node)
-      for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
-        if self.meets(tensor, wanted):
-          before_meetings.append(tensor.node)
+    uses = itertools.chain(outputs, *map(self.wanted, self.decisions))
+    before_meetings = [t.node for t, wanted in uses if self.meets(t, wanted)]
+    before_meetings += [n for n, d in self.decisions.items() if d.emit_together]
     early = set()
     if not before_meetings:
       return early
@@ -213,10 +205,7 @@ class Plan:
         needed.add(node)
         before_meetings += [*node.before, *(t.node for t in node.inputs)]
     for node in self.program.nodes:
-      written = set()
-      if node.is_stateful and node.type not in READS:
-        resources = [self.values[t].resource for t in node.inputs]
-        written = {r for r in resources if r is not None and not r.is_part}
+      written = {r for r in self.resources(node) if node.acts and not r.is_part}
       if node in needed:
         early |= written
         continue
@@ -280,36 +269,34 @@ class Context:
     """Returns the lengths of an output as far as TensorFlow knows them."""
     return static_dims(self.node.outputs[index])
 
-  def whole(self, emit=None, **known) -> Decision:
+  def whole(self, **known) -> Decision:
     """Returns the decision to run it on whole inputs. `known` describes output 0."""
     outputs = [
-      Value(WHOLE, self.dims(i)) for i in range(len(self.node.outputs))
+      self.out(WHOLE, i, ints=ints) for i, ints in enumerate(self._folded())
     ]
-    for i, ints in enumerate(self._folded()):
-      outputs[i] = dataclasses.replace(outputs[i], ints=ints)
     if known:
       outputs[0] = dataclasses.replace(outputs[0], **known)
-    return Decision([WHOLE] * len(self.inputs), outputs, emit)
+    return Decision([WHOLE] * len(self.inputs), outputs)
 
   def _folded(self) -> list[tuple[Dim, ...] | None]:
-    """Returns the contents of outputs that follow from known integers."""
+    """Returns the contents of outputs, where they follow from known integers."""
+    found = [None] * len(self.node.outputs)
     fold = FOLDS.get(self.node.type)
     if fold is None or any(k != WHOLE for k in self.kinds):
-      return []
+      return found
     try:
       arrays = fold(self, *map(self.integers, range(len(self.inputs))))
     except UnknownError:
-      return []
-    found = []
-    for output, array in zip(self.node.outputs, arrays, strict=False):
-      array = np.ravel(array)
+      return found
+    for i, array in enumerate(map(np.ravel, arrays)):
+      output = self.node.outputs[i]
       is_number = output.dtype.is_floating and self.node.type == 'Cast'
-      is_short = (
+      if (
         (output.dtype.is_integer or is_number)
         and output.shape.rank in (0, 1)
         and array.size <= MOST_INTS
-      )
-      found.append(kinds.ints_of(array, output) if is_short else None)
+      ):
+        found[i] = kinds.ints_of(array, output)
     return found
 
   def integers(self, index: int) -> np.ndarray:
@@ -320,7 +307,6 @@ class Context:
     """
     value, tensor = self.inputs[index], self.node.inputs[index]
     elements = tensor.shape.num_elements()
-    is_scalar = value.rank == 0
     if value.ints is not None and value.rank is not None:
       ints = value.ints
     elif tensor.dtype.is_integer and value.rank in (0, 1) and elements:
@@ -329,7 +315,7 @@ class Context:
       raise UnknownError
     array = np.empty(len(ints), object)
     array[:] = ints
-    return array[0] if is_scalar else array
+    return array if value.rank else array[0]
 
   def rank(self, index: int = 0) -> int:
     """Returns the number of axes of an input.
@@ -386,21 +372,21 @@ class Context:
     """
     named, lengths, rows = [], {}, None
     for i, names in enumerate(inputs):
+      pairs = []
       if names:
         self.rank(i)  # It must be known.
         value = self.inputs[i]
         # An axis of length 1 belongs to all rows.
-        names = [
-          None if dim == kinds.ONE else name
+        pairs = [
+          (None if dim == kinds.ONE else name, dim)
           for name, dim in zip(names, value.dims, strict=True)
         ]
-        for name, dim in zip(names, value.dims, strict=True):
+        for name, dim in pairs:
           lengths.setdefault(name, set()).add(dim)
         if rows is None and isinstance(value.kind, Split):
-          axis = value.kind.axis
-          if names[axis] is not None:
-            rows = names[axis], value.dims[axis]
-      named.append(names)
+          name, dim = pairs[value.kind.axis]
+          rows = None if name is None else (name, dim)
+      named.append([name for name, _ in pairs])
     ints = None if shape is None else self.inputs[shape].ints
     if ints and outputs[0]:
       given = dict(zip(outputs[0], ints, strict=False))
@@ -447,20 +433,9 @@ class Context:
         results.append(Value(Part(op), each))
     return Decision(wants, results, emit)
 
-  def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
-    """Returns an output that is split along `axis`, whose length is `length`.
-
-    Raises:
-      UnknownError: TensorFlow does not know its rank.
-    """
-    dims = self.dims(index) if dims is None else dims
-    if dims is None:
-      raise UnknownError
-    return kinds.split(axis, length, dims)
-
   def out(self, kind, index: int = 0, **known) -> Value:
     """Returns an output for which TensorFlow's static lengths are right."""
-    return Value(kind, known.pop('dims', self.dims(index)), **known)
+    return Value(kind, self.dims(index), **known)
 
   def summed(self, wants=None) -> Decision:
     """Returns the decision in which outputs are sums, by default of input 0."""
@@ -471,11 +446,11 @@ class Context:
 
   def with_own_shape(self, index: int, axis: int) -> Callable:
     """Returns an `emit` that passes a replica's own shape as input `index`."""
-    value, like = self.inputs[index], self.node.inputs[index]
+    lengths = self.inputs[index].lengths
 
     def emit(site, inputs):
       inputs = list(inputs)
-      inputs[index] = site.own_shape(inputs[index], axis, value, like)
+      inputs[index] = site.own_shape(inputs[index], axis, lengths)
       return site.op(self.node, inputs)
 
     return emit

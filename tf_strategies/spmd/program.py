@@ -14,6 +14,18 @@ from tf_strategies import _tf_internal
 # name of the variable, and the number of shards.
 GRADIENT = '_tfs_gradient'
 
+# Operations that read a variable, or other state, and change nothing.
+_READS = frozenset(
+  {
+    'LookupTableFindV2',
+    'LookupTableSizeV2',
+    'ReadVariableOp',
+    'ResourceGather',
+    'ResourceGatherNd',
+    'VarIsInitializedOp',
+    'VariableShape',
+  }
+)
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 # Attributes that say where an operation runs or how it was built.
 _DROPPED = ('_class', '_output_shapes', '_XlaHasReferenceVars')
@@ -56,6 +68,11 @@ class Node:
     """Returns whether it has effects besides its outputs."""
     return self.op is not None and self.op.op_def.is_stateful
 
+  @property
+  def acts(self) -> bool:
+    """Returns whether it does more than compute and read."""
+    return self.is_stateful and self.type not in _READS
+
   def is_all_of(self, types: frozenset[str]) -> bool:
     """Returns whether the node and its bodies have these types and no strings."""
     return (
@@ -95,8 +112,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
   nodes: list[Node] = []
   found: dict[Any, Node] = {}
 
-  def add(kind, name, inputs, before, attrs, op, outputs):
-    node = Node(len(nodes), kind, name, inputs, before, attrs, op)
+  def add(node, outputs):
     node.outputs = [
       Tensor(node, i, t.dtype, t.shape) for i, t in enumerate(outputs)
     ]
@@ -116,7 +132,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
       inputs = [tensors[id(t)] for t in op.inputs]
       if op.type in _CALLS:
         first = len(nodes)
-        body = _tf_internal.function_graph(root, op.get_attr('f').name)
+        body = _tf_internal.functions_of(root, op)['f']
         inner = dict(zip(map(id, body.inputs), inputs, strict=True))
         expand(body, inner, controls)
         # A graph may have more outputs than the call: derivatives use them.
@@ -132,9 +148,15 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
       key = _key(op, inputs, controls, attrs)
       node = found.get(key)
       if node is None:
-        node = add(op.type, op.name, inputs, controls, attrs, op, op.outputs)
+        number = len(nodes)
+        node = Node(number, op.type, op.name, inputs, controls, attrs, op)
+        add(node, op.outputs)
         node.opaque = _tf_internal.opaque_functions(root, op, attrs)
-        node.bodies = {} if node.opaque else _bodies(root, op)
+        if not node.opaque:
+          node.bodies = {
+            name: flatten(body, body.inputs, body.outputs, root)
+            for name, body in _tf_internal.functions_of(root, op).items()
+          }
         if key is not None:
           found[key] = node
       nodes_of[op.name] = [node, *controls] if op.type == 'NoOp' else [node]
@@ -142,8 +164,8 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
         tensors[id(tensor)] = ours
 
   arguments = [
-    add('_Argument', t.op.name, [], [], {}, None, [t]).outputs[0]
-    for t in inputs
+    add(Node(i, '_Argument', t.op.name, [], [], {}, None), [t]).outputs[0]
+    for i, t in enumerate(inputs)
   ]
   tensors = dict(zip(map(id, inputs), arguments, strict=True))
   expand(graph, tensors, ())
@@ -169,22 +191,6 @@ def _key(op, inputs, controls, attrs) -> Any:
       for name, value in attrs.items()
     ),
   )
-
-
-def _bodies(root, op) -> dict[str, Program]:
-  """Returns the functions of a conditional or a loop by attribute name."""
-  if op.type.removeprefix('Stateless') not in ('Case', 'If', 'While'):
-    return {}
-  names = {}
-  for name, value in sorted(op.node_def.attr.items()):
-    if value.HasField('func'):
-      names[name] = value.func.name
-    names |= {str(i): each.name for i, each in enumerate(value.list.func)}
-  bodies = {}
-  for name, function in names.items():
-    graph = _tf_internal.function_graph(root, function)
-    bodies[name] = flatten(graph, graph.inputs, graph.outputs, root)
-  return bodies
 
 
 def _sorted(ops) -> list:

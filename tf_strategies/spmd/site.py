@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import kinds, pieces
+from tf_strategies.spmd import pieces
 from tf_strategies.spmd.kinds import (
   AS_IS,
   BATCH,
@@ -107,12 +107,10 @@ class Site:
     rows = dataclasses.replace(self.rows, **rows)
     return Site(None, rows, self.replica, self.is_chief, self.is_home)
 
-  def with_copies(self, variables: Mapping[Any, tf.Tensor]) -> Site:
-    """Returns this site with copies of some variables, of these values."""
-    site, copies = copy.copy(self), dict(self.copies)
-    for resource, value in variables.items():
-      copies[resource] = _tf_internal.temporary_variable(value)
-    site.copies = copies
+  def with_copies(self, copies: Mapping[Any, tf.Tensor]) -> Site:
+    """Returns this site with the handles of copies of some variables."""
+    site = copy.copy(self)
+    site.copies = {**self.copies, **copies}
     return site
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
@@ -170,27 +168,26 @@ class Site:
     count = tf.cast(self.rows.count, own.dtype)
     return own // count * tf.cast(self.rows.total, own.dtype)
 
+  def whole_shape(self, own: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns the whole batch's shape for this replica's, with rows along `axis`."""
+    return _with_length(own, axis, self.whole_length(own[axis]))
+
   def own_shape(
-    self, shape: tf.Tensor, axis: int, value: kinds.Value, like: Tensor
+    self, shape: tf.Tensor, axis: int, lengths: Sequence[Dim] | None
   ) -> tf.Tensor:
     """Returns this replica's shape for the whole's: `axis` counts its own rows.
 
-    `value` and `like` are the value and the tensor of `shape` in the program.
+    `lengths` are those in `shape` if they follow from the number of rows.
     """
-    if value.lengths is not None:
-      return self.lengths(value.lengths, like.dtype, like.shape.rank, axis)
+    if lengths is not None:
+      return self.lengths(lengths, shape.dtype, 1, axis)
     with tf.device('CPU:0'):
       own = _share(shape[axis], self.rows.count, self.rows.total)
-      return tf.concat([shape[:axis], own[None], shape[axis + 1 :]], 0)
+      return _with_length(shape, axis, own)
 
-  def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
-    """Copies an operation, with other inputs and attributes."""
-    return _tf_internal.copy_op(
-      node.op,
-      inputs,
-      {**node.attrs, **(attrs or {})},
-      node.opaque,
-    )
+  def op(self, node: Node, inputs) -> list[tf.Tensor]:
+    """Copies an operation, with other inputs."""
+    return _tf_internal.copy_op(node.op, inputs, node.attrs, node.opaque)
 
   # Other kinds of a tensor.
 
@@ -283,6 +280,11 @@ class Site:
       length = tf.where(self.rows.real > 0, tf.shape(tensor)[axis], 0)
     with tf.device(self.device):
       return _cut(tensor, axis, 0, length)
+
+
+def _with_length(shape, axis, length) -> tf.Tensor:
+  """Returns a shape with another length of an axis."""
+  return tf.concat([shape[:axis], length[None], shape[axis + 1 :]], 0)
 
 
 def _cut(tensor, axis, begin, size) -> tf.Tensor:

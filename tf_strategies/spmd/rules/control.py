@@ -4,6 +4,7 @@ variables, and for what draws random numbers."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,6 @@ from tf_strategies import errors
 from tf_strategies.spmd import emit as emit_lib
 from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import (
-  BATCH,
   HELD,
   SUM,
   WHOLE,
@@ -21,13 +21,14 @@ from tf_strategies.spmd.kinds import (
   Listed,
   Split,
   Value,
+  one_list,
 )
-from tf_strategies.spmd.kinds import split as split_of
 from tf_strategies.spmd.plan import (
   Context,
   Decision,
   NeedsExchangeError,
   Plan,
+  UnknownError,
   is_sum,
   make,
   rule,
@@ -44,11 +45,24 @@ def _branches(context: Context) -> Decision | None:
     return None
 
   def decide(arguments):
+    node = context.node
     plans = {
-      n: make(context.node.bodies[n], arguments, may_meet=False)
-      for n in context.node.bodies
+      name: make(body, arguments, may_meet=False)
+      for name, body in node.bodies.items()
     }
-    return _decision(context, arguments, plans, _joined(context, plans))
+    outputs = [
+      _join(
+        [p.seen(p.program.outputs[i]) for p in plans.values()], context.dims(i)
+      )
+      for i in range(len(node.outputs))
+    ]
+
+    def emit(site, inputs):
+      [results] = build_branches(node, plans, outputs, [site], [inputs])
+      return results
+
+    wants = [WHOLE, *(v.kind for v in arguments)]
+    return Decision(wants, outputs, emit, bodies=plans)
 
   return _without_meetings(context, context.inputs[1:], decide)
 
@@ -72,30 +86,17 @@ def _without_meetings(context, values, decide) -> Decision:
 
 def _attempts(values):
   """Yields arguments to try: the values themselves, then more and more of them whole."""
+
+  def others_whole(are_kept, whole):
+    return [
+      v if isinstance(v.kind, are_kept) or v.resource is not None else whole(v)
+      for v in values
+    ]
+
   yield list(values)
-  yield [
-    v
-    if isinstance(v.kind, Split | Listed) or v.resource is not None
-    else v.of(WHOLE)
-    for v in values
-  ]
-  yield [_whole(v) for v in values]
-
-
-def _whole(value):
-  """Returns the whole value without known lengths, so that copies of it are whole."""
-  if isinstance(value.kind, Listed) or value.resource is not None:
-    return value
-  return Value(WHOLE)
-
-
-def _joined(context, plans):
-  """Returns the kinds of the outputs, whichever branch runs."""
-  outputs = []
-  for i in range(len(context.node.outputs)):
-    found = [p.seen(p.program.outputs[i]) for p in plans.values()]
-    outputs.append(_join(found, context.dims(i)))
-  return outputs
+  yield others_whole(Split | Listed, lambda v: v.of(WHOLE))
+  # Without known lengths, so that copies of them are whole.
+  yield others_whole(Listed, lambda v: Value(WHOLE))
 
 
 def _join(found, dims):
@@ -103,10 +104,8 @@ def _join(found, dims):
   kinds = [v.kind for v in found]
   split = next((v for v in found if isinstance(v.kind, Split)), None)
   if all(isinstance(k, Listed) for k in kinds):
-    if len({k.kind for k in kinds} - {None}) <= 1:
-      known = [v for v in found if v.kind.kind is not None] or found
-      are_same = all(v.ints == known[0].ints for v in known)
-      return known[0] if are_same else dataclasses.replace(known[0], ints=None)
+    if (value := one_list(found)) is not None:
+      return value
   elif all(k == WHOLE or is_sum(k) for k in kinds):
     return Value(next((k for k in (HELD, SUM) if k in kinds), WHOLE), dims)
   elif split is not None and dims is not None:
@@ -118,7 +117,7 @@ def _join(found, dims):
       and (v.kind == WHOLE or (v.kind, v.dims[axis]) == (split.kind, length))
       for v in found
     ):
-      return split_of(axis, length, dims)
+      return split.like(dims)
   raise NeedsExchangeError(f'its results are {found}')
 
 
@@ -137,34 +136,21 @@ def build_branches(
   chosen = inputs[0][0]
   arguments = [row[1:] for row in inputs]
 
-  def branch(plan):
-    def build():
-      kinds = [v.kind for v in outputs]
-      rows = emit_lib.run_body(plan, sites, arguments, kinds, exchange)
-      # A branch has to have a result.
-      return [
-        [tf.identity(r) if r.dtype != tf.variant else r for r in row]
-        or [tf.constant(0)]
-        for row in rows
-      ]
+  def build(plan):
+    kinds = [v.kind for v in outputs]
+    rows = emit_lib.run_body(plan, sites, arguments, kinds, exchange)
+    # A branch has to have a result.
+    return [
+      [tf.identity(r) if r.dtype != tf.variant else r for r in row]
+      or [tf.constant(0)]
+      for row in rows
+    ]
 
-    return build
-
-  calls = {name: branch(plan) for name, plan in plans.items()}
+  calls = {name: functools.partial(build, plan) for name, plan in plans.items()}
   if node.type.endswith('If'):
     names = 'then_branch', 'else_branch'
     return tf.cond(tf.cast(chosen, tf.bool), *(calls[name] for name in names))
   return tf.switch_case(chosen, list(calls.values()))
-
-
-def _decision(context, arguments, plans, outputs):
-  def emit(site, inputs):
-    [results] = build_branches(context.node, plans, outputs, [site], [inputs])
-    return results
-
-  return Decision(
-    [WHOLE, *(v.kind for v in arguments)], outputs, emit, bodies=plans
-  )
 
 
 @rule('While', 'StatelessWhile')
@@ -222,17 +208,14 @@ _elements = itertools.count()
 
 def _lasting(value):
   """Returns a list after a turn: of its lengths only numbers and rows are known."""
-
-  def lasts(dim):
-    return dim is not None and set(dim.symbols) <= {BATCH}
-
   dims, ints = value.dims, value.ints
   if dims is not None:
     dims = tuple(
-      d if lasts(d) else Dim(1, (f'element:{next(_elements)}',)) for d in dims
+      d if d.is_of_rows else Dim(1, (f'element:{next(_elements)}',))
+      for d in dims
     )
-  if ints is not None:
-    ints = ints if all(map(lasts, ints)) else None
+  if not all(i.is_of_rows for i in ints or ()):
+    ints = None
   return dataclasses.replace(value, dims=dims, ints=ints)
 
 
@@ -247,15 +230,16 @@ def _loop_decision(context, variables, plans, constant):
         all_of_them[i] = value
       return all_of_them
 
-    def test(*values):
+    def run(name, kinds, values):
       given = [arguments(values)]
-      [[is_next]] = emit_lib.run_body(plans['cond'], [site], given, [WHOLE])
-      return is_next
+      [results] = emit_lib.run_body(plans[name], [site], given, kinds)
+      return results
+
+    def test(*values):
+      return run('cond', [WHOLE], values)[0]
 
     def turn(*values):
-      kinds = [v.kind for v in variables]
-      given = [arguments(values)]
-      [results] = emit_lib.run_body(plans['body'], [site], given, kinds)
+      results = run('body', [v.kind for v in variables], values)
       return [results[i] for i in changing]
 
     results = tf.while_loop(
@@ -274,10 +258,10 @@ def _loop_decision(context, variables, plans, constant):
   def output(i, value):
     if constant[i] or isinstance(value.kind, Listed):
       return value
-    if isinstance(value.kind, Split):
-      axis = value.kind.axis
-      return context.split(axis, value.dims[axis], i)
-    return context.out(value.kind, i)
+    dims = context.dims(i)
+    if dims is None and isinstance(value.kind, Split):
+      raise UnknownError
+    return value.like(dims)
 
   return Decision(
     [v.kind if v.resource is None else WHOLE for v in variables],

@@ -9,7 +9,7 @@ import dataclasses
 import tensorflow as tf
 
 from tf_strategies.spmd import plan
-from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value
+from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value, one_list
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 
 # Operations that add up all inputs, or change each element in a linear way.
@@ -22,7 +22,8 @@ SUMS = [
   'Real',
   'Sub',
 ]
-UNARY = [
+# Operations on each element of one input, or of several that broadcast.
+ELEMENTWISE = [
   'Abs',
   'Acos',
   'Acosh',
@@ -31,108 +32,106 @@ UNARY = [
   'Asin',
   'Asinh',
   'Atan',
+  'Atan2',
   'Atanh',
   'BesselI0e',
   'BesselI1e',
+  'Bitcast',
+  'BitwiseAnd',
+  'BitwiseOr',
+  'BitwiseXor',
   'Ceil',
   'CheckNumerics',
   'CheckNumericsV2',
+  'ClipByValue',
+  'Complex',
   'ComplexAbs',
   'Cos',
   'Cosh',
   'Digamma',
+  'DivNoNan',
   'Elu',
+  'EluGrad',
+  'Equal',
   'Erf',
   'Erfc',
   'Erfinv',
   'Exp',
   'Expm1',
   'Floor',
+  'FloorDiv',
+  'FloorMod',
+  'Greater',
+  'GreaterEqual',
   'Imag',
   'Invert',
   'IsFinite',
   'IsInf',
   'IsNan',
   'LeakyRelu',
-  'Lgamma',
-  'Log',
-  'Log1p',
-  'LogicalNot',
-  'OnesLike',
-  'Reciprocal',
-  'Relu',
-  'Relu6',
-  'Rint',
-  'Round',
-  'Rsqrt',
-  'Selu',
-  'Sigmoid',
-  'Sign',
-  'Sin',
-  'Sinh',
-  'Softplus',
-  'Softsign',
-  'Sqrt',
-  'Square',
-  'StaticRegexFullMatch',
-  'StaticRegexReplace',
-  'StringLength',
-  'StringLower',
-  'StringStrip',
-  'StringToHashBucketFast',
-  'StringToHashBucketStrong',
-  'StringToNumber',
-  'StringUpper',
-  'Tan',
-  'Tanh',
-]
-
-BROADCASTING = [
-  'Atan2',
-  'BitwiseAnd',
-  'BitwiseOr',
-  'BitwiseXor',
-  'Complex',
-  'DivNoNan',
-  'EluGrad',
-  'Equal',
-  'FloorDiv',
-  'FloorMod',
-  'Greater',
-  'GreaterEqual',
   'LeakyReluGrad',
   'LeftShift',
   'Less',
   'LessEqual',
+  'Lgamma',
+  'Log',
+  'Log1p',
   'LogicalAnd',
+  'LogicalNot',
   'LogicalOr',
   'Maximum',
   'Minimum',
   'Mul',
   'MulNoNan',
   'NotEqual',
+  'OnesLike',
   'Pow',
   'RealDiv',
+  'Reciprocal',
   'ReciprocalGrad',
   'RegexReplace',
+  'Relu',
+  'Relu6',
   'Relu6Grad',
   'ReluGrad',
   'RightShift',
+  'Rint',
+  'Round',
+  'Rsqrt',
   'RsqrtGrad',
   'SelectV2',
+  'Selu',
   'SeluGrad',
+  'Sigmoid',
   'SigmoidGrad',
+  'Sign',
+  'Sin',
+  'Sinh',
+  'Softplus',
   'SoftplusGrad',
+  'Softsign',
   'SoftsignGrad',
+  'Sqrt',
   'SqrtGrad',
+  'Square',
   'SquaredDifference',
+  'StaticRegexFullMatch',
+  'StaticRegexReplace',
   'StringJoin',
+  'StringLength',
+  'StringLower',
+  'StringStrip',
   'StringToHashBucket',
+  'StringToHashBucketFast',
+  'StringToHashBucketStrong',
+  'StringToNumber',
+  'StringUpper',
+  'Tan',
+  'Tanh',
   'TanhGrad',
   'Xdivy',
   'Xlog1py',
   'Xlogy',
-  'ClipByValue',
 ]
 
 
@@ -147,25 +146,15 @@ def _select(context: Context) -> Decision | None:
 def _sums(context: Context) -> Decision | None:
   kinds = context.kinds
   if all(isinstance(k, Listed) for k in kinds):
-    inner = {k.kind for k in kinds} - {None}
-    if len(inner) > 1:
-      return None
-    known = (v for v in context.inputs if v.kind.kind is not None)
-    value = next(known, context.inputs[0])
-    return Decision(kinds, [dataclasses.replace(value, ints=None)])
+    value = one_list(context.inputs)
+    return value and Decision(kinds, [dataclasses.replace(value, ints=None)])
   if context.node.outputs[0].dtype == tf.variant:
     return None
   return broadcast(context)
 
 
-@rule('Bitcast')
-def _bitcast(context: Context) -> Decision | None:
-  source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
-  return broadcast(context) if source.size == result.size else None
-
-
 @rule('Cast')
-def _cast(context: Context) -> Decision:
+def _cast(context: Context) -> Decision | None:
   source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
   # A sum of a short type wraps around, which the parts of it do not show.
   is_short = source.is_integer and source.size < 4
@@ -206,11 +195,13 @@ def _look_up(context: Context) -> Decision:
   return context.by_axes([[], keys], [keys], dims=context.inputs[1].dims)
 
 
-@rule(*UNARY, *BROADCASTING)
-def broadcast(context: Context) -> Decision:
+@rule(*ELEMENTWISE)
+def broadcast(context: Context) -> Decision | None:
   """Splits along the axis of the output along which inputs are split."""
   count = len(context.inputs)
   rank = max(map(context.rank, range(count)))
+  if context.node.outputs[0].shape.rank != rank:
+    return None  # A bitcast to another size adds or takes an axis.
   names = [range(rank - context.rank(i), rank) for i in range(count)]
   return context.by_axes(names, [range(rank)])
 

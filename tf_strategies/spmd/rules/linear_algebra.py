@@ -10,17 +10,11 @@ from tf_strategies.spmd.kinds import Split
 from tf_strategies.spmd.plan import Context, Decision, rule
 
 
-@rule('MatMul')
+@rule('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')
 def _mat_mul(context: Context) -> Decision:
-  a = 'ji' if context.node.attr('transpose_a') else 'ij'
-  b = 'kj' if context.node.attr('transpose_b') else 'jk'
-  return context.by_axes([a, b], ['ik'], 'sum')
-
-
-@rule('BatchMatMulV2', 'BatchMatMulV3')
-def _batch_mat_mul(context: Context) -> Decision:
-  a = 'ji' if context.node.attr('adj_x') else 'ij'
-  b = 'kj' if context.node.attr('adj_y') else 'jk'
+  attr = context.node.attr
+  a = 'ji' if attr('transpose_a') or attr('adj_x') else 'ij'
+  b = 'kj' if attr('transpose_b') or attr('adj_y') else 'jk'
   # Positions from the end, since the first axes may be repeated.
   names = [
     [*range(-context.rank(i), -2), *matrix] for i, matrix in enumerate((a, b))

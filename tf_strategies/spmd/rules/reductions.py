@@ -27,25 +27,23 @@ def _reduction(context: Context) -> Decision | None:
   is_floating = node.outputs[0].dtype.is_floating
   if is_sum(value.kind) and is_mean and is_floating:
     return context.summed()
-  if op != 'sum' and value.kind in (Part(op), Part(op, is_held=True)):
+  if isinstance(value.kind, Part) and value.kind.op == op != 'sum':
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
   reduced = reduced_axes(axes, context.rank())
   if reduced is None:
     return None
   is_unknown = None in reduced
   keeps = bool(node.attr('keep_dims'))
-  before: list[int | None] = list(range(len(reduced)))
-  after: list[int | None] = []
+  before = []
   for axis, is_reduced in enumerate(reduced):
     # Nobody knows where an axis is behind one that may be gone.
-    if is_reduced is None or (
-      not is_reduced and not keeps and None in reduced[:axis]
-    ):
-      before[axis] = None
-      if keeps:
-        after.append(None)
-    elif keeps or not is_reduced:
-      after.append(None if is_reduced else axis)
+    is_lost = not is_reduced and not keeps and None in reduced[:axis]
+    before.append(None if is_lost or is_reduced is None else axis)
+  after = [
+    None if is_reduced else axis
+    for axis, is_reduced in zip(before, reduced, strict=True)
+    if keeps or not (is_reduced or axis is None)
+  ]
   dims = None
   if context.dims() is None and not is_unknown:
     pairs = zip(value.dims, reduced, strict=True)
@@ -132,13 +130,6 @@ def _bias_add_grad(context: Context) -> Decision:
 def _arg_max(context: Context) -> Decision:
   names = context.names(0, context.numbers(1))
   return context.by_axes([names], [[n for n in names if n is not None]])
-
-
-@rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp', 'ReverseV2', 'Roll')
-def _along_axes(context: Context) -> Decision:
-  """Moves or adds elements along the axes that the last input holds."""
-  names = context.names(0, context.numbers(len(context.inputs) - 1))
-  return context.by_axes([names], [names])
 
 
 _SEGMENTS = {

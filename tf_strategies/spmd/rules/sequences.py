@@ -6,7 +6,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tf_strategies.spmd.kinds import AS_IS, WHOLE, Listed, Split, Value
+from tf_strategies.spmd.kinds import AS_IS, WHOLE, Listed, Split, Value, split
 from tf_strategies.spmd.plan import Context, Decision, UnknownError, rule
 
 
@@ -23,18 +23,9 @@ def _list(context: Context, index: int = 0) -> Value:
 
 def _with_element_shape(context, position):
   """Returns an `emit` that passes the shape of a list's elements on this replica."""
-  node, value = context.node, context.inputs[position]
-  axes = [i for i, dim in enumerate(value.ints or ()) if dim.has_batch]
-
-  def emit(site, inputs):
-    inputs = list(inputs)
-    shape = inputs[position]
-    if shape.shape.rank == 1 and axes:
-      own = site.own_shape(shape, axes[0], value, node.inputs[position])
-      inputs[position] = tf.where(shape < 0, shape, own)
-    return site.op(node, inputs)
-
-  return emit
+  ints = context.inputs[position].ints or ()
+  axes = [i for i, dim in enumerate(ints) if dim.has_batch]
+  return context.with_own_shape(position, axes[0]) if axes else None
 
 
 @rule('TensorListReserve', 'EmptyTensorList')
@@ -98,14 +89,14 @@ def _kind_of(value):
   return WHOLE if value.kind.kind is None else value.kind.kind
 
 
-def _out(context, value, kind, index=0, **known) -> Value:
+def _out(value, kind, dims) -> Value:
   """Returns an output with rows of the elements of a list, of the given kind."""
   if not isinstance(kind, Split):
-    return context.out(kind, index, **known)
+    return Value(kind, dims)
   axis = _kind_of(value).axis
-  if value.dims is None or len(value.dims) <= axis:
+  if dims is None or value.dims is None or len(value.dims) <= axis:
     raise UnknownError
-  return context.split(kind.axis, value.dims[axis], index, **known)
+  return split(kind.axis, value.dims[axis], dims)
 
 
 @rule('TensorListGetItem', 'TensorListPopBack')
@@ -114,9 +105,7 @@ def _element(context: Context) -> Decision:
   rest = [_list(context)] if context.node.type == 'TensorListPopBack' else []
   kind, index = _kind_of(_list(context)), len(rest)
   dims = context.dims(index)
-  out = _out(
-    context, value, kind, index, dims=value.dims if dims is None else dims
-  )
+  out = _out(value, kind, value.dims if dims is None else dims)
   ints = value.ints if kind == WHOLE else None
   return Decision(
     [AS_IS, *[WHOLE] * len(others)],
@@ -125,36 +114,32 @@ def _element(context: Context) -> Decision:
   )
 
 
-def _added(context, item, wants, shift=0) -> Decision:
-  """A list with one more element, of the kind that its elements are of."""
-  value = _list(context)
+# The inputs that become elements of a list.
+_ITEMS = {
+  'TensorListPushBack': 1,
+  'TensorListScatterIntoExistingList': 1,
+  'TensorListSetItem': 2,
+}
+
+
+@rule(*_ITEMS)
+def _add(context: Context) -> Decision:
+  """Returns a list with more elements, of the kind that its elements are of."""
+  value, at, shift = _list(context), _ITEMS[context.node.type], 0
+  item = context.inputs[at]
+  if context.node.type == 'TensorListScatterIntoExistingList':
+    context.rank(at)  # It must be known.
+    item, shift = Value(_shifted(item.kind, -1), item.dims[1:]), 1
   kind = item.kind if value.kind.kind is None else value.kind.kind
   if isinstance(kind, Split) and item.dims is None:
     raise UnknownError
-  wants[wants.index(None)] = _shifted(kind, shift)
+  wants = [AS_IS, *[WHOLE] * (len(context.inputs) - 1)]
+  wants[at] = _shifted(kind, shift)
   dims = value.dims if item.dims is None else item.dims
   # What every element is, if all of them are the same.
   is_same = value.kind.kind is None or value.ints == item.ints
   ints = item.ints if is_same else None
   return Decision(wants, [Value(Listed(kind), dims, ints)])
-
-
-@rule('TensorListSetItem')
-def _set_item(context: Context) -> Decision:
-  return _added(context, context.inputs[2], [AS_IS, WHOLE, None])
-
-
-@rule('TensorListPushBack')
-def _push_back(context: Context) -> Decision:
-  return _added(context, context.inputs[1], [AS_IS, None])
-
-
-@rule('TensorListScatterIntoExistingList')
-def _scatter_into(context: Context) -> Decision:
-  context.rank(1)  # It must be known.
-  tensor = context.inputs[1]
-  item = Value(_shifted(tensor.kind, -1), tensor.dims[1:])
-  return _added(context, item, [AS_IS, None, WHOLE], 1)
 
 
 @rule('TensorListStack', 'TensorListGather', 'TensorListConcatV2')
@@ -164,18 +149,17 @@ def _stack(context: Context) -> Decision:
   if context.node.type == 'TensorListConcatV2':
     # The elements follow each other along their first axis.
     _shifted(kind, -1)
-    outputs = [_out(context, value, kind), context.out(WHOLE, 1)]
+    outputs = [_out(value, kind, context.dims()), context.out(WHOLE, 1)]
     return Decision(wants, outputs, _with_element_shape(context, 1))
   # The shape of the elements comes last.
   emit = _with_element_shape(context, len(wants) - 1)
-  return Decision(wants, [_out(context, value, _shifted(kind, 1))], emit)
+  out = _out(value, _shifted(kind, 1), context.dims())
+  return Decision(wants, [out], emit)
 
 
 @rule('TensorListLength')
 def _length(context: Context) -> Decision:
-  decision = context.whole()
-  decision.wants = [AS_IS]
-  return decision
+  return Decision([AS_IS], context.whole().outputs)
 
 
 @rule('TensorListElementShape')
@@ -190,10 +174,7 @@ def _element_shape(context: Context) -> Decision:
     shape = site.op(node, inputs)[0]
 
     def of_all_rows():
-      axis = kind.axis
-      length = site.whole_length(shape[axis])
-      length = tf.where(shape[axis] < 0, shape[axis], length)
-      return tf.concat([shape[:axis], length[None], shape[axis + 1 :]], 0)
+      return tf.where(shape < 0, shape, site.whole_shape(shape, kind.axis))
 
     with tf.device('CPU:0'):
       # A list whose elements may have any rank says -1, a scalar.

@@ -12,7 +12,6 @@ from tf_strategies.spmd.kinds import (
   WHOLE,
   Dim,
   Part,
-  Shard,
   Split,
   Value,
 )
@@ -51,14 +50,17 @@ def _const(context: Context) -> Decision:
 # Rules for shapes. They hold the lengths of the whole tensors.
 
 
-@rule('Shape', 'ShapeN')
+@rule('Shape', 'ShapeN', 'Size')
 def _shape(context: Context) -> Decision:
   wants, outputs = [], []
+  is_size = context.node.type == 'Size'
   for i, value in enumerate(context.inputs):
-    outputs.append(context.out(WHOLE, i, ints=value.dims))
+    ints = value.dims
     # The shape of a shard is known, so nobody needs a tensor for it.
-    is_local = isinstance(value.kind, Split | Part | Shard)
-    wants.append(AS_IS if is_local and value.dims is not None else WHOLE)
+    wants.append(WHOLE if ints is None or value.kind == WHOLE else AS_IS)
+    if is_size and ints is not None:
+      ints = (kinds_lib.product(ints),)
+    outputs.append(context.out(WHOLE, i, ints=ints))
 
   def emit(site, inputs):
     shapes = []
@@ -68,29 +70,11 @@ def _shape(context: Context) -> Decision:
       with tf.device('CPU:0'):
         shape = tf.shape(tensor, output.dtype)
         if isinstance(value.kind, Split) and value.dims is not None:
-          axis = value.kind.axis
-          whole = site.whole_length(shape[axis])
-          shape = tf.concat([shape[:axis], whole[None], shape[axis + 1 :]], 0)
-        shapes.append(shape)
+          shape = site.whole_shape(shape, value.kind.axis)
+        shapes.append(tf.reduce_prod(shape) if is_size else shape)
     return shapes
 
   return Decision(wants, outputs, emit)
-
-
-@rule('Size')
-def _size(context: Context) -> Decision:
-  value = context.inputs[0]
-  if value.dims is None:
-    return context.whole()
-  dim = kinds_lib.product(value.dims)
-  decision = context.whole(ints=(dim,))
-  if isinstance(value.kind, Split):
-    dtype = context.node.outputs[0].dtype
-    decision.wants = [AS_IS]
-    decision.emit = lambda site, inputs: [
-      tf.cast(site.whole_length(tf.size(inputs[0])), dtype)
-    ]
-  return decision
 
 
 @rule('Rank')
@@ -113,11 +97,32 @@ def _pack(context: Context) -> Decision:
   return context.by_axes([names] * len(context.inputs), [packed])
 
 
-@rule('ConcatV2')
-def _concat(context: Context) -> Decision:
-  count = len(context.inputs) - 1
-  names = context.names(0, context.numbers(count))
-  return context.by_axes([names] * count, [names])
+# Operations along axes: the input that has them, and the one that says which.
+_ALONG_AXES = {
+  **dict.fromkeys(
+    [
+      'ConcatV2',
+      'Cumprod',
+      'Cumsum',
+      'CumulativeLogsumexp',
+      'ReverseV2',
+      'Roll',
+    ],
+    (0, -1),
+  ),
+  'Split': (1, 0),
+  'SplitV': (0, 2),
+}
+
+
+@rule(*_ALONG_AXES)
+def _along_axes(context: Context) -> Decision:
+  node, (at, axes) = context.node, _ALONG_AXES[context.node.type]
+  names = context.names(at, context.numbers(axes))
+  inputs = [*[[]] * at, names]
+  if node.type == 'ConcatV2':
+    inputs = [names] * (len(context.inputs) - 1)
+  return context.by_axes(inputs, [names] * len(node.outputs))
 
 
 # Axes that come, go and change places.
@@ -136,21 +141,18 @@ def _expand_dims(context: Context) -> Decision:
 
 @rule('Squeeze')
 def _squeeze(context: Context) -> Decision | None:
-  node, names = context.node, context.names()
-  dims = context.inputs[0].dims
-  axes = [i % len(names) for i in node.attr('squeeze_dims')]
+  names, dims = context.names(), context.inputs[0].dims
+  axes = [i % len(names) for i in context.node.attr('squeeze_dims')]
   if not axes:
     # Without axes it would squeeze the batch of a replica with one row.
     axes = [i for i, d in enumerate(dims) if d == ONE]
     if any(not d.is_number and not d.has_batch for d in dims):
       return None
   before = [None if axis in axes else axis for axis in names]
-  attr = tf.compat.v1.AttrValue()
-  attr.list.i.extend(axes)
   return context.by_axes(
     [before],
     [[axis for axis in names if axis not in axes]],
-    emit=lambda site, inputs: site.op(node, inputs, {'squeeze_dims': attr}),
+    emit=lambda site, inputs: [tf.squeeze(inputs[0], axes)] if axes else inputs,
     dims=tuple(d for axis, d in enumerate(dims) if axis not in axes),
   )
 
@@ -195,16 +197,11 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
   """The lengths of a reshaped tensor, with -1 filled in; None if unknown."""
   if shape.ints is None or value.dims is None:
     return None
-  unknown = [i for i, d in enumerate(shape.ints) if d == Dim(-1)]
-  if not unknown:
-    return tuple(shape.ints)
   others = kinds_lib.product(d for d in shape.ints if d != Dim(-1))
   rest = kinds_lib.product(value.dims).over(others)
-  if rest is None:
+  if rest is None and Dim(-1) in shape.ints:
     return None
-  dims = list(shape.ints)
-  dims[unknown[0]] = rest
-  return tuple(dims)
+  return tuple(rest if d == Dim(-1) else d for d in shape.ints)
 
 
 @rule('Unpack')
@@ -212,18 +209,6 @@ def _unpack(context: Context) -> Decision:
   names = context.names(0, [context.node.attr('axis')])
   rest = [axis for axis in names if axis is not None]
   return context.by_axes([names], [rest] * len(context.node.outputs))
-
-
-@rule('Split')
-def _split(context: Context) -> Decision:
-  names = context.names(1, context.numbers(0))
-  return context.by_axes([[], names], [names] * len(context.node.outputs))
-
-
-@rule('SplitV')
-def _split_sizes(context: Context) -> Decision:
-  names = context.names(0, context.numbers(2))
-  return context.by_axes([names], [names] * len(context.node.outputs))
 
 
 @rule('Tile')

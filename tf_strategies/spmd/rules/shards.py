@@ -14,13 +14,13 @@ from tf_strategies.spmd.kinds import (
   Part,
   Shard,
 )
-from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
+from tf_strategies.spmd.plan import Context, Decision
 from tf_strategies.spmd.rules import control, elementwise, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
 # Operations that work element by element on a flat tensor too.
-_OTHERS = ['Bitcast', 'Cast', 'Select', 'ZerosLike']
+_OTHERS = ['Cast', 'Select', 'ZerosLike']
 
 
 def _shapes(context: Context) -> list[tf.TensorShape]:
@@ -31,17 +31,12 @@ def _shapes(context: Context) -> list[tf.TensorShape]:
   ]
 
 
-@_rule(
-  *elementwise.UNARY, *elementwise.BROADCASTING, *elementwise.SUMS, *_OTHERS
-)
+@_rule(*elementwise.ELEMENTWISE, *elementwise.SUMS, *_OTHERS)
 def _elementwise(context: Context) -> Decision | None:
   """Computes element by element on the same piece of each input."""
   node, shape = context.node, context.node.outputs[0].shape
   shard = next((k for k in context.kinds if isinstance(k, Shard)), None)
   if shard is None or not shape.is_fully_defined():
-    return None
-  sizes = [t.dtype.size for t in (node.inputs[0], node.outputs[0])]
-  if node.type == 'Bitcast' and sizes[0] != sizes[1]:
     return None
   wants, spreads = [], []
   for own, value in zip(_shapes(context), context.inputs, strict=True):
@@ -140,28 +135,18 @@ def _branches(context: Context) -> Decision | None:
   So it is built once for all of them: meetings of branches that were built apart
   would wait for each other.
   """
-  node, arguments = context.node, context.inputs[1:]
+  node, outputs = context.node, context.whole().outputs
   if node.opaque:
     return None
-  try:
-    plans = {
-      n: plan_lib.make(node.bodies[n], arguments, may_meet=False)
-      for n in node.bodies
-    }
-  except NeedsExchangeError:
-    plans = {n: plan_lib.make(node.bodies[n], arguments) for n in node.bodies}
-
-  outputs = context.whole().outputs
-
-  def emit_together(sites, inputs, exchange):
-    with tf.device(None):
-      return control.build_branches(
-        node, plans, outputs, sites, inputs, exchange
-      )
-
+  plans = {
+    name: plan_lib.make(body, context.inputs[1:])
+    for name, body in node.bodies.items()
+  }
   return Decision(
-    [WHOLE, *(v.kind for v in arguments)],
+    [WHOLE, *context.kinds[1:]],
     outputs,
     bodies=plans,
-    emit_together=emit_together,
+    emit_together=functools.partial(
+      control.build_branches, node, plans, outputs
+    ),
   )

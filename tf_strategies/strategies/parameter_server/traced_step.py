@@ -553,7 +553,7 @@ def _uses(graph, tensor, root) -> Iterator[tf.Operation]:
         yield from _uses(graph, op.outputs[0], root)
       elif not functions:
         yield op
-      for body in functions:
+      for body in functions.values():
         yield from _uses(body, body.inputs[i - first], root)
 
 
