@@ -32,6 +32,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   compiled_operations,
   copy_op,
   create_now,
+  elementwise_operations,
   functions_of,
   inlined,
   one_stack,

@@ -25,6 +25,13 @@ _compiled_operations = {
   )
   for device in ('cpu', 'gpu')
 }
+_converters = load(
+  'ops.parallel_for.pfor._pfor_converter_registry',
+  'the operations on each element',
+)
+_convert_each_element = load(
+  'ops.parallel_for.pfor._convert_cwise', 'the operations on each element'
+)
 _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
   'the graph of a step, before it is split',
@@ -161,6 +168,15 @@ def compiled_operations(device: str) -> frozenset[str]:
   """Returns the types of operations that XLA compiles for a device."""
   names = _compiled_operations['gpu' if 'gpu' in device.lower() else 'cpu']()
   return frozenset(map(tf.compat.as_str, names))
+
+
+def elementwise_operations() -> frozenset[str]:
+  """Returns the types of operations on each element that `tf.vectorized_map` knows."""
+  return frozenset(
+    name
+    for name, convert in _converters.items()
+    if convert is _convert_each_element
+  )
 
 
 def autograph_convert(fn):

@@ -14,14 +14,12 @@ def runs_at(plan, node, site) -> bool:
   """Returns whether a node that acts does so at a site."""
   if bodies := plan.decisions[node].bodies:
     return any(n.acts and runs_at(p, n, site) for p, n in _inside(bodies))
-  if node.type == 'Assert':  # Each replica may run its own.
-    return site.replica is not None or site.is_home
   resources = plan.resources(node)
   if not resources:
-    # An operation with rows runs on all replicas. One whose result only the first
-    # replica has runs once.
+    # An operation with rows runs on all replicas, and each may check its own. One whose
+    # result only the first replica has runs once.
     found = [plan.values[t].kind for t in node.outputs]
-    if found and kinds.FIRST not in found:
+    if node.type == 'Assert' or (found and kinds.FIRST not in found):
       return site.replica is not None or site.is_home
     return site.is_chief
   if any(r in site.copies for r in resources):

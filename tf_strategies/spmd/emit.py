@@ -79,7 +79,13 @@ class Emitter:
     sites = sites or self._replicas
     needed, pending = self._needs(outputs, sites)
     blocks = self._blocks(needed)
-    users = self._users(blocks, [*(t for t, _ in outputs), *pending])
+    # The nodes that use each tensor; None stands for outputs and meetings.
+    users: dict[Tensor, set[Node | None]] = {
+      tensor: {None} for tensor in (*(t for t, _ in outputs), *pending)
+    }
+    for node in needed:
+      for tensor in node.inputs:
+        users.setdefault(tensor, set()).add(node)
     met = 0
     for block, nodes in blocks:
       while met < block.level:
@@ -221,15 +227,6 @@ class Emitter:
       r.is_single or is_apart for r in self._plan.resources(node)
     )
 
-  def _users(self, blocks, asked) -> dict[Tensor, set[_Block | None]]:
-    """Returns the blocks that use each tensor; None stands for the outputs."""
-    users: dict[Tensor, set[_Block | None]] = {t: {None} for t in asked}
-    for block, nodes in blocks:
-      for node in nodes:
-        for tensor in node.inputs:
-          users.setdefault(tensor, set()).add(block)
-    return users
-
   def _call(self, block, nodes, users):
     """Builds a block as a function, and calls it at each of its sites.
 
@@ -250,7 +247,7 @@ class Emitter:
       tensor
       for node in nodes
       for tensor in node.outputs
-      if users.get(tensor, set()) - {block}
+      if users.get(tensor, set()) - built
     ]
     fields = [
       field.name
@@ -428,9 +425,7 @@ class Emitter:
     for site in self._replicas:
       with tf.device(site.device):
         value = site.get(tensor)[None]
-        if site.rows.real is not None and not kind.is_held:
-          value = value[: tf.minimum(site.rows.real, 1)]
-        values.append(value)
+        values.append(value if kind.is_held else site.real_rows(value))
     gathered = self._exchange.gather(values, 0, sites)
     for site, value in zip(sites, gathered, strict=True):
       with tf.device(site.device):

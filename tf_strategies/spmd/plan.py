@@ -1,8 +1,8 @@
 """Decides how replicas hold each tensor of a program, and where they meet.
 
 Every operation has a rule. A rule gets the kinds of the inputs. It decides in which
-kinds the operation wants them, and gives the kinds of the outputs. Most rules name the
-axes of inputs and outputs, and `Context.by_axes` follows the rows along them. An
+kinds the operation wants them, and gives the kinds of the outputs. Most rules only name
+the axes of inputs and outputs, and `Context.by_axes` follows the rows along them. An
 operation without a rule wants all inputs whole. Replicas meet where a tensor is wanted whole and
 is not. The level of an operation is the number of meetings before it. All tensors that
 are ready at one level travel in one meeting.
@@ -141,17 +141,18 @@ class Plan:
     if key in self._memo:
       return self._memo[key]
     decision = None
-    if context.has_shards:
-      decide = SHARD_RULES.get(node.type)
-      decision = decide(context) if decide else None
-      if decision is None:
-        context.take_whole()
+    # An opaque function has no rule: nobody knows what it does.
+    kind = None if node.opaque else node.type
+    if context.has_shards and kind in SHARD_RULES:
+      decision = SHARD_RULES[kind](context)
     if decision is None:
+      context.take_whole()
       decision = _of_sums(context)
-    if decision is None:
-      decide = RULES.get(node.type)
+    if decision is None and kind in RULES:
       with contextlib.suppress(UnknownError):
-        decision = decide(context) if decide else None
+        decision = RULES[kind](context)
+        if isinstance(decision, tuple):
+          decision = context.by_axes(*decision)
     if decision is None:
       decision = _default(context)
     if key is not None:
@@ -433,13 +434,17 @@ class Context:
         results.append(Value(Part(op), each))
     return Decision(wants, results, emit)
 
+  def first(self, kind) -> list[Any]:
+    """Returns wants: input 0 in this kind, and all others whole."""
+    return [kind, *[WHOLE] * (len(self.inputs) - 1)]
+
   def out(self, kind, index: int = 0, **known) -> Value:
     """Returns an output for which TensorFlow's static lengths are right."""
     return Value(kind, self.dims(index), **known)
 
   def summed(self, wants=None) -> Decision:
     """Returns the decision in which outputs are sums, by default of input 0."""
-    wants = wants or [self.kinds[0], *[WHOLE] * (len(self.inputs) - 1)]
+    wants = wants or self.first(self.kinds[0])
     kind = kinds.HELD if kinds.HELD in self.kinds else kinds.SUM
     outputs = [self.out(kind, i) for i in range(len(self.node.outputs))]
     return Decision([kind if is_sum(w) else w for w in wants], outputs)
@@ -464,7 +469,9 @@ def _is_long(value: Value, axis: int, length: Dim) -> bool:
   )
 
 
-Rule = Callable[[Context], Decision | None]
+# Returns a decision, or the names of axes that `Context.by_axes` takes. None asks for
+# the whole.
+Rule = Callable[[Context], Decision | tuple | None]
 RULES: dict[str, Rule] = {}
 # The contents of the outputs of operations on small tensors of integers.
 FOLDS: dict[str, Callable[..., Sequence[Any]]] = {}
@@ -477,7 +484,7 @@ SHARD_RULES: dict[str, Rule] = {}
 
 
 def rule(*types: str, rules: dict[str, Rule] = RULES):
-  """Registers a rule for operations; one that returns None asks for the whole."""
+  """Registers a rule for operations."""
 
   def register(function: Rule) -> Rule:
     for name in types:

@@ -205,8 +205,10 @@ def _same(found) -> Any:
 
 def _of_operation(planned, node, given) -> Any:
   """Returns the power of an operation's results."""
+  if None in given:
+    return None
   if node.type in _POWERS:
-    return None if None in given else _POWERS[node.type]
+    return _POWERS[node.type]
   values = [planned.values[t] for t in node.inputs]
   outputs = [planned.values[t].kind for t in node.outputs]
   everything = range(len(given))
@@ -220,16 +222,15 @@ def _of_operation(planned, node, given) -> Any:
   power = 0
   for i in everything:
     if i in linear:
-      if given[i] is None:
-        return None
-    elif node.type in ('DivNoNan', 'RealDiv'):
-      if given[i] in (None, _SHAPE, _ANY):
+      continue
+    if node.type in ('DivNoNan', 'RealDiv'):
+      if given[i] in (_SHAPE, _ANY):
         return None
       power -= given[i]
     elif given[i] not in _NO_ROWS:
       # A shape with as many rows, along the axis of rows, is each share's own shape.
       ints = values[i].ints
-      if not linear or given[i] is None or ints is None:
+      if not linear or ints is None:
         return None
       result = planned.values[node.outputs[0]]
       rows = [axis for axis, d in enumerate(ints) if d.has_batch]

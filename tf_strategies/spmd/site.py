@@ -312,8 +312,7 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   """Sets the static shape of a replica's part of a tensor."""
   if built.dtype in (tf.variant, tf.resource):
     return
-  shape = tensor.shape if value.static_shape is None else value.static_shape
-  shape = tf.TensorShape(shape)
+  shape = tensor.shape.merge_with(value.static_shape)
   if isinstance(value.kind, Shard):
     own = [value.kind.length(shape.num_elements())]
   elif shape.rank is not None:

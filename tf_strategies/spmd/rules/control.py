@@ -40,9 +40,7 @@ _MAX_TURNS = 10
 
 
 @rule('If', 'StatelessIf', 'Case', 'StatelessCase')
-def _branches(context: Context) -> Decision | None:
-  if context.node.opaque:
-    return None
+def _branches(context):
 
   def decide(arguments):
     node = context.node
@@ -154,9 +152,7 @@ def build_branches(
 
 
 @rule('While', 'StatelessWhile')
-def _loop(context: Context) -> Decision | None:
-  if context.node.opaque:
-    return None
+def _loop(context):
   body = context.node.bodies['body']
   constant = [
     given is returned
@@ -280,12 +276,12 @@ def _held(context):
 
 
 @rule('ReadVariableOp')
-def _read(context: Context) -> Decision:
+def _read(context):
   return Decision([WHOLE], [context.out(_held(context))])
 
 
 @rule('AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp')
-def _assign(context: Context) -> Decision:
+def _assign(context):
   kind = _held(context)
   if kind == WHOLE and isinstance(context.kinds[1], Split):
     # As of a stateful RNN: its batches are as long as the variable, which other
@@ -306,11 +302,11 @@ rule('StatelessRandomGetAlg', 'VarIsInitializedOp', 'VariableShape')(
 
 
 @rule('NoOp', 'ControlTrigger')
-def _nothing(context: Context) -> Decision:
+def _nothing(context):
   del context
   return Decision([], [], lambda site, inputs: [])
 
 
 @rule('VarHandleOp', 'MutableHashTableV2', 'HashTableV2')
-def _handles(context: Context) -> Decision:
+def _handles(context):
   return Decision([], [Value(WHOLE, ())])

@@ -8,6 +8,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.spmd import plan
 from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value, one_list
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
@@ -24,97 +25,29 @@ SUMS = [
 ]
 # Operations on each element of one input, or of several that broadcast.
 ELEMENTWISE = [
-  'Abs',
-  'Acos',
-  'Acosh',
-  'Angle',
+  *(_tf_internal.elementwise_operations() - {*SUMS}),
   'AsString',
-  'Asin',
-  'Asinh',
-  'Atan',
-  'Atan2',
-  'Atanh',
-  'BesselI0e',
-  'BesselI1e',
   'Bitcast',
-  'BitwiseAnd',
-  'BitwiseOr',
-  'BitwiseXor',
-  'Ceil',
   'CheckNumerics',
   'CheckNumericsV2',
   'ClipByValue',
-  'Complex',
-  'ComplexAbs',
-  'Cos',
-  'Cosh',
-  'Digamma',
-  'DivNoNan',
-  'Elu',
   'EluGrad',
   'Equal',
-  'Erf',
-  'Erfc',
-  'Erfinv',
-  'Exp',
-  'Expm1',
-  'Floor',
-  'FloorDiv',
-  'FloorMod',
-  'Greater',
-  'GreaterEqual',
-  'Imag',
-  'Invert',
-  'IsFinite',
-  'IsInf',
-  'IsNan',
   'LeakyRelu',
   'LeakyReluGrad',
-  'LeftShift',
-  'Less',
-  'LessEqual',
-  'Lgamma',
-  'Log',
-  'Log1p',
-  'LogicalAnd',
-  'LogicalNot',
-  'LogicalOr',
-  'Maximum',
-  'Minimum',
-  'Mul',
-  'MulNoNan',
   'NotEqual',
   'OnesLike',
-  'Pow',
-  'RealDiv',
-  'Reciprocal',
   'ReciprocalGrad',
   'RegexReplace',
-  'Relu',
-  'Relu6',
   'Relu6Grad',
   'ReluGrad',
-  'RightShift',
-  'Rint',
-  'Round',
-  'Rsqrt',
   'RsqrtGrad',
   'SelectV2',
-  'Selu',
   'SeluGrad',
-  'Sigmoid',
   'SigmoidGrad',
-  'Sign',
-  'Sin',
-  'Sinh',
-  'Softplus',
   'SoftplusGrad',
-  'Softsign',
   'SoftsignGrad',
-  'Sqrt',
   'SqrtGrad',
-  'Square',
-  'SquaredDifference',
   'StaticRegexFullMatch',
   'StaticRegexReplace',
   'StringJoin',
@@ -126,24 +59,19 @@ ELEMENTWISE = [
   'StringToHashBucketStrong',
   'StringToNumber',
   'StringUpper',
-  'Tan',
-  'Tanh',
   'TanhGrad',
-  'Xdivy',
-  'Xlog1py',
-  'Xlogy',
 ]
 
 
 @rule('Select')
-def _select(context: Context) -> Decision | None:
+def _select(context):
   # Its condition may be a vector beside matrices, which broadcasts otherwise.
   ranks = {t.shape.rank for t in context.node.inputs}
   return broadcast(context) if len(ranks) == 1 else None
 
 
 @rule(*SUMS)
-def _sums(context: Context) -> Decision | None:
+def _sums(context):
   kinds = context.kinds
   if all(isinstance(k, Listed) for k in kinds):
     value = one_list(context.inputs)
@@ -154,7 +82,7 @@ def _sums(context: Context) -> Decision | None:
 
 
 @rule('Cast')
-def _cast(context: Context) -> Decision | None:
+def _cast(context):
   source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
   # A sum of a short type wraps around, which the parts of it do not show.
   is_short = source.is_integer and source.size < 4
@@ -183,27 +111,27 @@ def identity(context: Context) -> Decision:
 
 
 @rule('ZerosLike')
-def _zeros_like(context: Context) -> Decision:
+def _zeros_like(context):
   value = context.inputs[0]
   kind = WHOLE if isinstance(value.kind, Part) else value.kind
   return Decision([value.kind], [Value(kind, value.dims)])
 
 
 @rule('LookupTableFindV2')
-def _look_up(context: Context) -> Decision:
+def _look_up(context):
   keys = context.names(1)
   return context.by_axes([[], keys], [keys], dims=context.inputs[1].dims)
 
 
 @rule(*ELEMENTWISE)
-def broadcast(context: Context) -> Decision | None:
+def broadcast(context: Context) -> tuple | None:
   """Splits along the axis of the output along which inputs are split."""
   count = len(context.inputs)
   rank = max(map(context.rank, range(count)))
   if context.node.outputs[0].shape.rank != rank:
     return None  # A bitcast to another size adds or takes an axis.
   names = [range(rank - context.rank(i), rank) for i in range(count)]
-  return context.by_axes(names, [range(rank)])
+  return names, [range(rank)]
 
 
 plan.TERMS.update(dict.fromkeys([*SUMS, 'Pack'], slice(None)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import Dim
-from tf_strategies.spmd.plan import FOLDS, MOST_INTS, Context, UnknownError
+from tf_strategies.spmd.plan import FOLDS, MOST_INTS, UnknownError
 from tf_strategies.spmd.rules import shapes as shapes_lib
 
 
@@ -39,7 +39,7 @@ _ARITHMETIC = {
 }
 
 
-def _compute(context: Context, *arrays):
+def _compute(context, *arrays):
   kind = context.node.type
 
   def of_two(one, other):
@@ -55,7 +55,7 @@ def _compute(context: Context, *arrays):
   return [np.frompyfunc(of_two, 2, 1)(*arrays)]
 
 
-def _concat_offset(context: Context, axis, *shapes):
+def _concat_offset(context, axis, *shapes):
   [axis] = _numbers(axis)
   start, found = Dim(0), []
   for shape in shapes:
@@ -67,7 +67,7 @@ def _concat_offset(context: Context, axis, *shapes):
   return found
 
 
-def _stitch(context: Context, *arrays):
+def _stitch(context, *arrays):
   half = len(arrays) // 2
   found = {}
   for index, part in zip(arrays[:half], arrays[half:], strict=True):
@@ -76,21 +76,21 @@ def _stitch(context: Context, *arrays):
   return [[found.get(i) for i in range(max(found, default=-1) + 1)]]
 
 
-def _fill(context: Context, shape, value):
+def _fill(context, shape, value):
   numbers = _numbers(*shape)
   if np.prod(numbers) > MOST_INTS:
     raise UnknownError
   return [np.full(numbers, value)]
 
 
-def _range(context: Context, *bounds):
+def _range(context, *bounds):
   numbers = range(*_numbers(*bounds))
   if len(numbers) > MOST_INTS:
     raise UnknownError
   return [numbers]
 
 
-def _strided_slice(context: Context, array, *bounds):
+def _strided_slice(context, array, *bounds):
   index = tuple(shapes_lib.index_of(context))
   for entry in index:
     is_slice = isinstance(entry, slice)
@@ -100,17 +100,17 @@ def _strided_slice(context: Context, array, *bounds):
   return [np.asarray(array, object)[index]]
 
 
-def _slice(context: Context, array, begin, size):
+def _slice(context, array, begin, size):
   first, count = _numbers(*begin, *size)
   return [array[first:] if count == -1 else array[first : first + count]]
 
 
-def _gather(context: Context, array, indices, *axis):
+def _gather(context, array, indices, *axis):
   numbers = np.array(_numbers(*np.ravel(indices)), int)
   return [array[numbers.reshape(np.shape(indices))]]
 
 
-def _product(context: Context, array, axes):
+def _product(context, array, axes):
   if context.dims() != ():
     raise UnknownError
   return [[kinds.product(np.ravel(array))]]

@@ -7,11 +7,11 @@ import dataclasses
 import tensorflow as tf
 
 from tf_strategies.spmd.kinds import Split
-from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.plan import rule
 
 
 @rule('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')
-def _mat_mul(context: Context) -> Decision:
+def _mat_mul(context):
   attr = context.node.attr
   a = 'ji' if attr('transpose_a') or attr('adj_x') else 'ij'
   b = 'kj' if attr('transpose_b') or attr('adj_y') else 'jk'
@@ -20,11 +20,11 @@ def _mat_mul(context: Context) -> Decision:
     [*range(-context.rank(i), -2), *matrix] for i, matrix in enumerate((a, b))
   ]
   batch = max((n[:-2] for n in names), key=len)
-  return context.by_axes(names, [[*batch, 'i', 'k']], 'sum')
+  return names, [[*batch, 'i', 'k']], 'sum'
 
 
 @rule('Einsum')
-def _einsum(context: Context) -> Decision:
+def _einsum(context):
   equation = context.node.attr('equation').decode().replace(' ', '')
   inputs, _, output = equation.partition('->')
   terms = inputs.split(',')
@@ -37,9 +37,7 @@ def _einsum(context: Context) -> Decision:
     found = [*before, *(range(-count, 0) if dots else ()), *after]
     return [n if found.count(n) == 1 else None for n in found]
 
-  return context.by_axes(
-    list(map(names, terms, hidden)), [names(output, max(hidden))], 'sum'
-  )
+  return list(map(names, terms, hidden)), [names(output, max(hidden))], 'sum'
 
 
 # Operations that compute row by row: the inputs that have rows, and how many of the
@@ -111,7 +109,7 @@ _ROWS = {
 
 
 @rule(*_ROWS)
-def _row_by_row(context: Context) -> Decision:
+def _row_by_row(context):
   with_rows, last = _ROWS[context.node.type]
   ranks = [context.rank(i) for i in with_rows]
   rows = 1 if last is None else ranks[0] - last
@@ -126,7 +124,7 @@ def _row_by_row(context: Context) -> Decision:
 
 
 @rule('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
-def _cross_entropy(context: Context) -> Decision:
+def _cross_entropy(context):
   names = [[0, *[None] * (context.rank(i) - 1)] for i in range(2)]
   decision = context.by_axes(names, [[0], [0]])
   if isinstance(decision.outputs[1].kind, Split):
@@ -143,21 +141,21 @@ def _cross_entropy(context: Context) -> Decision:
   'Conv3DBackpropFilterV2',
   'DepthwiseConv2dNativeBackpropFilter',
 )
-def _filter_gradient(context: Context) -> Decision:
+def _filter_gradient(context):
   names = [0, *[None] * (context.rank() - 1)]
-  return context.by_axes([names, [], names], [[]], 'sum')
+  return [names, [], names], [[]], 'sum'
 
 
 @rule('MatrixDiagPartV3')
-def _diagonal_part(context: Context) -> Decision | None:
+def _diagonal_part(context):
   if context.inputs[1].dims != ():
     return None  # Several diagonals.
   names = context.names(0, [-1, -2])
-  return context.by_axes([names], [names[:-2]])
+  return [names], [names[:-2]]
 
 
 @rule('MatrixDiagV3')
-def _diagonal(context: Context) -> Decision | None:
+def _diagonal(context):
   if context.numbers(1) != (0,):
     return None
   node, names = context.node, context.names(0, [-1])

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
 from tf_strategies.spmd.kinds import AS_IS, ONE, SUM, WHOLE, Dim, Part, Value
-from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
+from tf_strategies.spmd.plan import Decision, is_sum, rule
 
 OPS = {
   'Sum': 'sum',
@@ -20,7 +20,7 @@ OPS = {
 
 
 @rule(*OPS)
-def _reduction(context: Context) -> Decision | None:
+def _reduction(context):
   value, axes = context.inputs
   node, op = context.node, OPS[context.node.type]
   is_mean = node.type == 'Mean'
@@ -90,7 +90,7 @@ def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
 
 
 @rule('BroadcastGradientArgs')
-def _broadcast_gradient_args(context: Context) -> Decision:
+def _broadcast_gradient_args(context):
   """Returns the axes along which each of two operands was repeated."""
   shapes = list(map(context.integers, range(2)))
   rank = max(map(len, shapes))
@@ -115,21 +115,21 @@ def _is_repeated(mine, other) -> bool | None:
 
 
 @rule('L2Loss')
-def _l2_loss(context: Context) -> Decision:
-  return context.by_axes([context.names()], [[]], 'sum')
+def _l2_loss(context):
+  return [context.names()], [[]], 'sum'
 
 
 @rule('BiasAddGrad')
-def _bias_add_grad(context: Context) -> Decision:
+def _bias_add_grad(context):
   names = context.names()
   channel = names[1 if context.node.attr('data_format') == b'NCHW' else -1]
-  return context.by_axes([names], [[channel]], 'sum')
+  return [names], [[channel]], 'sum'
 
 
 @rule('ArgMax', 'ArgMin')
-def _arg_max(context: Context) -> Decision:
+def _arg_max(context):
   names = context.names(0, context.numbers(1))
-  return context.by_axes([names], [[n for n in names if n is not None]])
+  return [names], [[n for n in names if n is not None]]
 
 
 _SEGMENTS = {
@@ -141,7 +141,7 @@ _SEGMENTS = {
 
 
 @rule(*_SEGMENTS)
-def _segments(context: Context) -> Decision:
+def _segments(context):
   data, ids = context.names(), context.names(1)
   dims, count = context.dims(), context.inputs[2]
   if dims is not None and count.numbers:
@@ -154,7 +154,7 @@ def _segments(context: Context) -> Decision:
   )
 
 
-def _scattered(context: Context, at: int) -> list[list]:
+def _scattered(context, at: int) -> list[list]:
   """Returns the names of the axes of indices and updates, inputs from `at` on."""
   indices = context.names(at, [-1])
   updates = context.names(at + 1)
@@ -163,13 +163,13 @@ def _scattered(context: Context, at: int) -> list[list]:
 
 
 @rule('ScatterNd')
-def _scatter_nd(context: Context) -> Decision:
+def _scatter_nd(context):
   op = 'any' if context.node.outputs[0].dtype == tf.bool else 'sum'
-  return context.by_axes(_scattered(context, 0), [[]], op)
+  return _scattered(context, 0), [[]], op
 
 
 @rule('TensorScatterAdd', 'TensorScatterSub')
-def _scatter_add(context: Context) -> Decision | None:
+def _scatter_add(context):
   decision = context.by_axes([[], *_scattered(context, 1)], [[]], 'sum')
   if decision.outputs[0].kind != SUM:
     return None
@@ -177,7 +177,7 @@ def _scatter_add(context: Context) -> Decision | None:
 
 
 @rule('Assert')
-def _assert(context: Context) -> Decision:
+def _assert(context):
   """A condition on all rows holds if it holds for each replica's."""
   local = [
     AS_IS if kind == Part('all') else WHOLE for kind in context.kinds[:1]

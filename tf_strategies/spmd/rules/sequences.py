@@ -7,18 +7,18 @@ import dataclasses
 import tensorflow as tf
 
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Listed, Split, Value, split
-from tf_strategies.spmd.plan import Context, Decision, UnknownError, rule
+from tf_strategies.spmd.plan import Decision, UnknownError, rule
 
 
-def _list(context: Context, index: int = 0) -> Value:
-  """Returns an input that is a list.
+def _list(context) -> Value:
+  """Returns input 0, which is a list.
 
   Raises:
     UnknownError: what makes the list has no rule.
   """
-  if not isinstance(context.kinds[index], Listed):
+  if not isinstance(context.kinds[0], Listed):
     raise UnknownError
-  return context.inputs[index]
+  return context.inputs[0]
 
 
 def _with_element_shape(context, position):
@@ -29,7 +29,7 @@ def _with_element_shape(context, position):
 
 
 @rule('TensorListReserve', 'EmptyTensorList')
-def _new(context: Context) -> Decision:
+def _new(context):
   return Decision(
     [WHOLE, WHOLE],
     [Value(Listed(), ())],
@@ -38,9 +38,9 @@ def _new(context: Context) -> Decision:
 
 
 @rule('TensorListFromTensor', 'TensorListScatterV2')
-def _from_tensor(context: Context) -> Decision | None:
+def _from_tensor(context):
   context.rank()  # It must be known.
-  value, *others = context.inputs
+  value = context.inputs[0]
   elements, wanted = value.dims[1:], value.kind
   axes = [i for i, dim in enumerate(elements) if dim.has_batch]
   if wanted == WHOLE and axes:
@@ -53,7 +53,7 @@ def _from_tensor(context: Context) -> Decision | None:
     kind = None  # Parts of a sum may be added to them.
   position = 1 if context.node.type == 'TensorListFromTensor' else 2
   return Decision(
-    [wanted, *[WHOLE] * len(others)],
+    context.first(wanted),
     [Value(Listed(kind), elements)],
     _with_element_shape(context, position),
   )
@@ -100,17 +100,17 @@ def _out(value, kind, dims) -> Value:
 
 
 @rule('TensorListGetItem', 'TensorListPopBack')
-def _element(context: Context) -> Decision:
-  value, *others = context.inputs
-  rest = [_list(context)] if context.node.type == 'TensorListPopBack' else []
-  kind, index = _kind_of(_list(context)), len(rest)
+def _element(context):
+  value, wants = _list(context), context.first(AS_IS)
+  rest = [value] if context.node.type == 'TensorListPopBack' else []
+  kind, index = _kind_of(value), len(rest)
   dims = context.dims(index)
   out = _out(value, kind, value.dims if dims is None else dims)
   ints = value.ints if kind == WHOLE else None
   return Decision(
-    [AS_IS, *[WHOLE] * len(others)],
+    wants,
     [*rest, dataclasses.replace(out, ints=ints)],
-    _with_element_shape(context, len(others)),
+    _with_element_shape(context, len(wants) - 1),
   )
 
 
@@ -123,7 +123,7 @@ _ITEMS = {
 
 
 @rule(*_ITEMS)
-def _add(context: Context) -> Decision:
+def _add(context):
   """Returns a list with more elements, of the kind that its elements are of."""
   value, at, shift = _list(context), _ITEMS[context.node.type], 0
   item = context.inputs[at]
@@ -133,7 +133,7 @@ def _add(context: Context) -> Decision:
   kind = item.kind if value.kind.kind is None else value.kind.kind
   if isinstance(kind, Split) and item.dims is None:
     raise UnknownError
-  wants = [AS_IS, *[WHOLE] * (len(context.inputs) - 1)]
+  wants = context.first(AS_IS)
   wants[at] = _shifted(kind, shift)
   dims = value.dims if item.dims is None else item.dims
   # What every element is, if all of them are the same.
@@ -143,9 +143,9 @@ def _add(context: Context) -> Decision:
 
 
 @rule('TensorListStack', 'TensorListGather', 'TensorListConcatV2')
-def _stack(context: Context) -> Decision:
+def _stack(context):
   value, kind = _list(context), _kind_of(_list(context))
-  wants = [AS_IS, *[WHOLE] * (len(context.inputs) - 1)]
+  wants = context.first(AS_IS)
   if context.node.type == 'TensorListConcatV2':
     # The elements follow each other along their first axis.
     _shifted(kind, -1)
@@ -158,12 +158,12 @@ def _stack(context: Context) -> Decision:
 
 
 @rule('TensorListLength')
-def _length(context: Context) -> Decision:
+def _length(context):
   return Decision([AS_IS], context.whole().outputs)
 
 
 @rule('TensorListElementShape')
-def _element_shape(context: Context) -> Decision:
+def _element_shape(context):
   value = _list(context)
   kind, node = value.kind.kind, context.node
   outputs = [context.out(WHOLE, ints=value.dims)]
@@ -183,13 +183,8 @@ def _element_shape(context: Context) -> Decision:
   return Decision([AS_IS], outputs, emit)
 
 
-@rule('TensorListResize')
-def _resize(context: Context) -> Decision:
-  return Decision([AS_IS, WHOLE], [context.inputs[0]])
-
-
-# Accumulated gradients of lists.
-@rule('TensorListConcatLists')
-def _lists(context: Context) -> Decision:
-  _list(context, 1)
-  return Decision([AS_IS, AS_IS], [_list(context)])
+# Gradients of lists are accumulated in lists of all elements.
+@rule('TensorListConcatLists', 'TensorListResize')
+def _same_list(context):
+  wants = [AS_IS if isinstance(k, Listed) else WHOLE for k in context.kinds]
+  return Decision(wants, [_list(context)])

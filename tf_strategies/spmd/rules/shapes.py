@@ -39,7 +39,7 @@ def const_ints(tensor: Tensor) -> np.ndarray | None:
 
 
 @rule('Const')
-def _const(context: Context) -> Decision:
+def _const(context):
   array = const_ints(context.node.outputs[0])
   ints = None
   if array is not None and array.ndim <= 1:
@@ -51,7 +51,7 @@ def _const(context: Context) -> Decision:
 
 
 @rule('Shape', 'ShapeN', 'Size')
-def _shape(context: Context) -> Decision:
+def _shape(context):
   wants, outputs = [], []
   is_size = context.node.type == 'Size'
   for i, value in enumerate(context.inputs):
@@ -78,7 +78,7 @@ def _shape(context: Context) -> Decision:
 
 
 @rule('Rank')
-def _rank(context: Context) -> Decision:
+def _rank(context):
   rank = context.inputs[0].rank
   if rank is None:
     return context.whole()
@@ -86,7 +86,7 @@ def _rank(context: Context) -> Decision:
 
 
 @rule('Pack')
-def _pack(context: Context) -> Decision:
+def _pack(context):
   # Of a whole, all replicas' is the same.
   for op in ('all', 'any', 'max', 'min'):
     if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
@@ -94,7 +94,7 @@ def _pack(context: Context) -> Decision:
   names = context.names()
   at = context.node.attr('axis') % (len(names) + 1)
   packed = [*names[:at], None, *names[at:]]
-  return context.by_axes([names] * len(context.inputs), [packed])
+  return [names] * len(context.inputs), [packed]
 
 
 # Operations along axes: the input that has them, and the one that says which.
@@ -116,20 +116,20 @@ _ALONG_AXES = {
 
 
 @rule(*_ALONG_AXES)
-def _along_axes(context: Context) -> Decision:
+def _along_axes(context):
   node, (at, axes) = context.node, _ALONG_AXES[context.node.type]
   names = context.names(at, context.numbers(axes))
   inputs = [*[[]] * at, names]
   if node.type == 'ConcatV2':
     inputs = [names] * (len(context.inputs) - 1)
-  return context.by_axes(inputs, [names] * len(node.outputs))
+  return inputs, [names] * len(node.outputs)
 
 
 # Axes that come, go and change places.
 
 
 @rule('ExpandDims')
-def _expand_dims(context: Context) -> Decision:
+def _expand_dims(context):
   names, dims = context.names(), context.inputs[0].dims
   at = context.numbers(1)[0] % (len(names) + 1)
   return context.by_axes(
@@ -140,7 +140,7 @@ def _expand_dims(context: Context) -> Decision:
 
 
 @rule('Squeeze')
-def _squeeze(context: Context) -> Decision | None:
+def _squeeze(context):
   names, dims = context.names(), context.inputs[0].dims
   axes = [i % len(names) for i in context.node.attr('squeeze_dims')]
   if not axes:
@@ -158,14 +158,14 @@ def _squeeze(context: Context) -> Decision | None:
 
 
 @rule('Transpose', 'ConjugateTranspose')
-def _transpose(context: Context) -> Decision:
+def _transpose(context):
   order, names = context.numbers(1), context.names()
   dims = tuple(context.inputs[0].dims[axis] for axis in order)
   return context.by_axes([names], [order], dims=dims)
 
 
 @rule('Reshape')
-def _reshape(context: Context) -> Decision | None:
+def _reshape(context):
   value, shape = context.inputs
   dims = _solve(value, shape)
   if value.kind == WHOLE or is_sum(value.kind):
@@ -205,14 +205,14 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
 
 
 @rule('Unpack')
-def _unpack(context: Context) -> Decision:
+def _unpack(context):
   names = context.names(0, [context.node.attr('axis')])
   rest = [axis for axis in names if axis is not None]
-  return context.by_axes([names], [rest] * len(context.node.outputs))
+  return [names], [rest] * len(context.node.outputs)
 
 
 @rule('Tile')
-def _tile(context: Context) -> Decision:
+def _tile(context):
   axes, before = context.names(), context.inputs[0].dims
   times = context.integers(1)
   names = [
@@ -230,7 +230,7 @@ def _tile(context: Context) -> Decision:
 
 
 @rule('BroadcastTo')
-def _broadcast_to(context: Context) -> Decision:
+def _broadcast_to(context):
   rank = len(context.integers(1))
   names = range(rank - context.rank(), rank)
   has_rows = any(dim.has_batch for dim in context.integers(1))
@@ -240,7 +240,7 @@ def _broadcast_to(context: Context) -> Decision:
 
 
 @rule('Fill')
-def _fill(context: Context) -> Decision:
+def _fill(context):
   return context.by_axes([], [range(len(context.integers(0)))], shape=0)
 
 
@@ -286,20 +286,20 @@ def _names(index, rank) -> tuple[list, list]:
 
 
 @rule('StridedSlice')
-def _strided_slice(context: Context) -> Decision:
+def _strided_slice(context):
   before, after = _names(index_of(context), context.rank())
-  return context.by_axes([before], [after])
+  return [before], [after]
 
 
 @rule('StridedSliceGrad')
-def _strided_slice_grad(context: Context) -> Decision:
+def _strided_slice_grad(context):
   rank = len(context.integers(0))
   before, after = _names(index_of(context), rank)
   return context.by_axes([[], [], [], [], after], [before], shape=0)
 
 
 @rule('Slice')
-def _slice(context: Context) -> Decision:
+def _slice(context):
   axes, dims = context.names(), context.inputs[0].dims
   bounds = zip(*map(context.integers, (1, 2)), dims, strict=True)
   is_all = [
@@ -318,41 +318,41 @@ def _slice(context: Context) -> Decision:
 
 
 @rule('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
-def _pad(context: Context) -> Decision:
+def _pad(context):
   paddings = const_ints(context.node.inputs[1])
   if paddings is None:
     raise UnknownError
   names = context.names(0, paddings.any(1).nonzero()[0])
-  return context.by_axes([names], [names])
+  return [names], [names]
 
 
 @rule('GatherV2')
-def _gather(context: Context) -> Decision:
+def _gather(context):
   indices, rank = context.names(1), context.rank()
   axis = context.numbers(2)[0] % rank
   batch_dims = context.node.attr('batch_dims') % (len(indices) + 1)
   params = [i if i < batch_dims else i + len(indices) for i in range(rank)]
   params[axis] = None
   result = [*params[:axis], *indices[batch_dims:], *params[axis + 1 :]]
-  return context.by_axes([params, indices], [result])
+  return [params, indices], [result]
 
 
 @rule('ResourceGather')
-def _resource_gather(context: Context) -> Decision | None:
+def _resource_gather(context):
   indices = context.names(1)
   if context.node.attr('batch_dims'):
     return None
-  return context.by_axes([[], indices], [indices])
+  return [[], indices], [indices]
 
 
 @rule('GatherNd', 'ResourceGatherNd')
-def _gather_nd(context: Context) -> Decision:
+def _gather_nd(context):
   indices = context.names(1, [-1])
-  return context.by_axes([[], indices], [indices[:-1]])
+  return [[], indices], [indices[:-1]]
 
 
 @rule('OneHot')
-def _one_hot(context: Context) -> Decision:
+def _one_hot(context):
   names, axis = context.names(), context.node.attr('axis')
   at = len(names) if axis == -1 else axis
-  return context.by_axes([names], [[*names[:at], None, *names[at:]]])
+  return [names], [[*names[:at], None, *names[at:]]]

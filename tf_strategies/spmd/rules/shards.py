@@ -14,7 +14,7 @@ from tf_strategies.spmd.kinds import (
   Part,
   Shard,
 )
-from tf_strategies.spmd.plan import Context, Decision
+from tf_strategies.spmd.plan import Decision
 from tf_strategies.spmd.rules import control, elementwise, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
@@ -23,16 +23,16 @@ _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 _OTHERS = ['Cast', 'Select', 'ZerosLike']
 
 
-def _shapes(context: Context) -> list[tf.TensorShape]:
+def _shapes(context) -> list[tf.TensorShape]:
   """Returns the static shapes of the inputs."""
   return [
-    t.shape if v.static_shape is None else tf.TensorShape(v.static_shape)
+    t.shape.merge_with(v.static_shape)
     for t, v in zip(context.node.inputs, context.inputs, strict=True)
   ]
 
 
 @_rule(*elementwise.ELEMENTWISE, *elementwise.SUMS, *_OTHERS)
-def _elementwise(context: Context) -> Decision | None:
+def _elementwise(context):
   """Computes element by element on the same piece of each input."""
   node, shape = context.node, context.node.outputs[0].shape
   shard = next((k for k in context.kinds if isinstance(k, Shard)), None)
@@ -40,12 +40,10 @@ def _elementwise(context: Context) -> Decision | None:
     return None
   wants, spreads = [], []
   for own, value in zip(_shapes(context), context.inputs, strict=True):
-    if not own.is_fully_defined():
-      return None
     is_equal = own == shape
-    if isinstance(value.kind, Shard) and not is_equal:
-      return None  # It is repeated.
-    if node.type == 'Select' and not is_equal:
+    # A shard cannot be repeated.
+    is_apart = isinstance(value.kind, Shard) or node.type == 'Select'
+    if not own.is_fully_defined() or (is_apart and not is_equal):
       return None
     wants.append(shard if is_equal else WHOLE)
     spreads.append(not is_equal and own.num_elements() > 1)
@@ -82,25 +80,26 @@ for _name in (
 
 
 @_rule('VariableShape')
-def _variable_shape(context: Context) -> Decision:
+def _variable_shape(context):
   shape = context.inputs[0].resource.variable.shape
   return context.whole(ints=tuple(map(Dim, shape)))
 
 
 @_rule('Reshape', 'ExpandDims', 'Squeeze')
-def _reshape(context: Context) -> Decision | None:
+def _reshape(context):
   """The same elements in the same order."""
   if not context.node.outputs[0].shape.is_fully_defined():
     return None
   kind = context.kinds[0]
-  wants = [kind, *[WHOLE] * (len(context.inputs) - 1)]
   return Decision(
-    wants, [context.out(kind)], lambda site, inputs: [tf.identity(inputs[0])]
+    context.first(kind),
+    [context.out(kind)],
+    lambda site, inputs: [tf.identity(inputs[0])],
   )
 
 
 @_rule(*reductions.OPS, 'L2Loss')
-def _reduction(context: Context) -> Decision | None:
+def _reduction(context):
   """Reduces all elements of a shard. Along some axes only, the whole is needed."""
   node, shard, shape = context.node, context.kinds[0], _shapes(context)[0]
   result = node.outputs[0].shape
@@ -124,20 +123,18 @@ def _reduction(context: Context) -> Decision | None:
       total /= tf.cast(elements, total.dtype)
     return [tf.reshape(total, result)]
 
-  wants = [shard, WHOLE][: len(context.inputs)]
-  return Decision(wants, [context.out(Part(op, is_held=True))], emit)
+  out = context.out(Part(op, is_held=True))
+  return Decision(context.first(shard), [out], emit)
 
 
 @_rule('If', 'StatelessIf')
-def _branches(context: Context) -> Decision | None:
+def _branches(context):
   """A branch that all replicas take, in which they may meet.
 
   So it is built once for all of them: meetings of branches that were built apart
   would wait for each other.
   """
   node, outputs = context.node, context.whole().outputs
-  if node.opaque:
-    return None
   plans = {
     name: plan_lib.make(body, context.inputs[1:])
     for name, body in node.bodies.items()
