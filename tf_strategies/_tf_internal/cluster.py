@@ -115,15 +115,18 @@ def without_notices():
   TensorFlow logs long configurations, and warns that it ignores a TF_CONFIG
   that this package uses.
   """
+
+  def is_warning(record):
+    return record.levelno >= logging.WARNING
+
   loggers = tf.get_logger(), logging.getLogger('absl')
-  levels = [logger.level for logger in loggers]
-  for logger, level in zip(loggers, levels, strict=True):
-    logger.setLevel(max(level, logging.WARNING))
+  for logger in loggers:
+    logger.addFilter(is_warning)
   try:
     yield
   finally:
-    for logger, level in zip(loggers, levels, strict=True):
-      logger.setLevel(level)
+    for logger in loggers:
+      logger.removeFilter(is_warning)
 
 
 @contextlib.contextmanager

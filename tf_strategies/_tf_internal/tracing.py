@@ -29,8 +29,9 @@ _converters = load(
   'ops.parallel_for.pfor._pfor_converter_registry',
   'the operations on each element',
 )
-_convert_each_element = load(
-  'ops.parallel_for.pfor._convert_cwise', 'the operations on each element'
+# They are those that `tf.vectorized_map` converts alike.
+elementwise_operations = frozenset(
+  name for name, how in _converters.items() if how is _converters['Abs']
 )
 _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
@@ -88,10 +89,6 @@ class OneDeviceContext(tf.distribute.ReplicaContext):
 
 _c_api = load(
   'client.pywrap_tf_session', 'the operations of the replicas of a step'
-)
-_set_stack = load(
-  'client.pywrap_tf_session.TF_SetOpStackTrace',
-  'the operations of the replicas of a step',
 )
 _in_arguments = load(
   'framework.ops._reconstruct_sequence_inputs',
@@ -170,15 +167,6 @@ def compiled_operations(device: str) -> frozenset[str]:
   return frozenset(map(tf.compat.as_str, names))
 
 
-def elementwise_operations() -> frozenset[str]:
-  """Returns the types of operations on each element that `tf.vectorized_map` knows."""
-  return frozenset(
-    name
-    for name, convert in _converters.items()
-    if convert is _convert_each_element
-  )
-
-
 def autograph_convert(fn):
   """Returns `fn` converted by AutoGraph as the caller's context requires.
 
@@ -205,7 +193,7 @@ def opaque_functions(root, op, attrs) -> list:
 
   Its older loops, such as the one in `tf.nn.ctc_loss`, have such functions.
   """
-  names = [a.func.name for a in attrs.values() if a.func.name]
+  names = (a.func.name for a in attrs.values() if a.func.name)
   found = _functions(root, op, [op.type, *names])
   return [f for f in found if f is not None and not hasattr(f, 'graph')]
 
@@ -325,7 +313,7 @@ def copy_op(
   for name, value in attrs.items():
     _c_api.TF_SetAttrValueProto(copy, name, value.SerializeToString())
   copy = _c_api.TF_FinishOperation(copy)
-  _set_stack(copy, _copying.stack)
+  _c_api.TF_SetOpStackTrace(copy, _copying.stack)
   return graph._create_op_from_tf_operation(copy).outputs
 
 

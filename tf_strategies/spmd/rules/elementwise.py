@@ -25,7 +25,7 @@ SUMS = [
 ]
 # Operations on each element of one input, or of several that broadcast.
 ELEMENTWISE = [
-  *(_tf_internal.elementwise_operations() - {*SUMS}),
+  *(_tf_internal.elementwise_operations - {*SUMS}),
   'AsString',
   'Bitcast',
   'CheckNumerics',
