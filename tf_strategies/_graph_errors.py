@@ -121,13 +121,7 @@ def _as_unknown_error(error):
     },
   )
   copy = error_type.__new__(typed, *error.args)
+  _tf_internal.UnknownError.__init__(copy, None, None, str(error))
   copy.args, copy.__traceback__ = error.args, error.__traceback__
-  of_unknown_error = {
-    '_node_def': None,
-    '_op': None,
-    '_message': str(error),
-    '_error_code': tf.errors.UNKNOWN,
-    '_experimental_payloads': {},
-  }
-  vars(copy).update({**of_unknown_error, **vars(error)})
+  vars(copy).update(vars(error))
   return copy

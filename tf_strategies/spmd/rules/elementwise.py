@@ -42,6 +42,7 @@ ELEMENTWISE = [
   'Relu6Grad',
   'ReluGrad',
   'RsqrtGrad',
+  'Select',
   'SelectV2',
   'SeluGrad',
   'SigmoidGrad',
@@ -61,13 +62,6 @@ ELEMENTWISE = [
   'StringUpper',
   'TanhGrad',
 ]
-
-
-@rule('Select')
-def _select(context):
-  # Its condition may be a vector beside matrices, which broadcasts otherwise.
-  ranks = {t.shape.rank for t in context.node.inputs}
-  return broadcast(context) if len(ranks) == 1 else None
 
 
 @rule(*SUMS)
@@ -131,6 +125,8 @@ def broadcast(context: Context) -> tuple | None:
   if context.node.outputs[0].shape.rank != rank:
     return None  # A bitcast to another size adds or takes an axis.
   names = [range(rank - context.rank(i), rank) for i in range(count)]
+  if context.node.type == 'Select':  # Its condition may choose rows.
+    names[0] = range(context.rank())
   return names, [range(rank)]
 
 

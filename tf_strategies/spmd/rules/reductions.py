@@ -126,12 +126,6 @@ def _bias_add_grad(context):
   return [names], [[channel]], 'sum'
 
 
-@rule('ArgMax', 'ArgMin')
-def _arg_max(context):
-  names = context.names(0, context.numbers(1))
-  return [names], [[n for n in names if n is not None]]
-
-
 _SEGMENTS = {
   'UnsortedSegmentSum': 'sum',
   'UnsortedSegmentMax': 'max',

@@ -204,9 +204,10 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
   return tuple(rest if d == Dim(-1) else d for d in shape.ints)
 
 
-@rule('Unpack')
-def _unpack(context):
-  names = context.names(0, [context.node.attr('axis')])
+@rule('ArgMax', 'ArgMin', 'Unpack')
+def _without_axis(context):
+  axis = context.node.attr('axis')
+  names = context.names(0, context.numbers(1) if axis is None else [axis])
   rest = [axis for axis in names if axis is not None]
   return [names], [rest] * len(context.node.outputs)
 

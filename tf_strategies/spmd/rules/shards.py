@@ -20,7 +20,7 @@ from tf_strategies.spmd.rules import control, elementwise, reductions
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
 # Operations that work element by element on a flat tensor too.
-_OTHERS = ['Cast', 'Select', 'ZerosLike']
+_OTHERS = ['Cast', 'ZerosLike']
 
 
 def _shapes(context) -> list[tf.TensorShape]:
