@@ -279,7 +279,9 @@ _NEEDED = (
     'make_train_function(force): train_function train_step',
     'make_test_function(force): test_function test_step',
     'make_predict_function(force): predict_function predict_step self',
-    *('train_step(data)', 'test_step(data)', 'predict_step(data)'),
+    'train_step(data)',
+    'test_step(data)',
+    'predict_step(data)',
     'fit: train_function',
   ),
   (
@@ -288,7 +290,8 @@ _NEEDED = (
     '__init__: self experimental_distribute_dataset _distributed_dataset '
     'DistributedDataset',
     'catch_stop_iteration()',
-    *('__iter__: _enumerate_iterator', '_enumerate_iterator: _steps_seen'),
+    '__iter__: _enumerate_iterator',
+    '_enumerate_iterator: _steps_seen',
   ),
   (
     'an epoch on several workers ends with their data',
@@ -338,13 +341,16 @@ _NEEDED = (
     'update_step(gradient, variable, learning_rate)',
     'finalize_variable_values(var_list)',
     '_backend_update_step(grads, trainable_variables, learning_rate)',
-    *('_get_variable_index(variable)', '_use_weight_decay(variable)'),
+    '_get_variable_index(variable)',
+    '_use_weight_decay(variable)',
     '__init__: _lock _trainable_variables name_scope',
   ),
   (
     'a loss scale is a variable, which central storage writes once',
     keras.optimizers.LossScaleOptimizer,
-    *('build: dynamic_scale', 'build(var_list)', 'scale_loss(loss)'),
+    'build: dynamic_scale',
+    'build(var_list)',
+    'scale_loss(loss)',
   ),
   (
     'a part of a gradient has another norm than the whole',
@@ -363,7 +369,8 @@ _NEEDED = (
   (
     'servers place variables and read rows; Checkpoint.restore waits for variables',
     core.Variable,
-    *('_maybe_autocast(value)', '_initialize: _value'),
+    '_maybe_autocast(value)',
+    '_initialize: _value',
     '_initialize_with_initializer: self _shape',
     '_serialize_to_tensors()',
     '_restore_from_tensors(restored_tensors)',

@@ -19,14 +19,15 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 
 from tf_strategies import _requirements, _tf_internal, errors
 
-KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
-
-
 _CALL_CODES = {
   inspect.unwrap(getattr(trainer.TensorFlowTrainer, name)).__code__
   for name in (
-    *('fit', 'evaluate', 'predict'),
-    *('train_on_batch', 'test_on_batch', 'predict_on_batch'),
+    'fit',
+    'evaluate',
+    'predict',
+    'train_on_batch',
+    'test_on_batch',
+    'predict_on_batch',
   )
 }
 
@@ -106,8 +107,9 @@ def step_of(fn: Callable) -> KerasStep | None:
     return step
   refuse_keras_2(fn)
   model = getattr(fn, '__self__', None)
-  if isinstance(model, keras.Model) and fn.__name__ in KINDS:
-    return KerasStep(model, KINDS[fn.__name__], fn)
+  names = 'train_step', 'test_step', 'predict_step'
+  if isinstance(model, keras.Model) and fn.__name__ in names:
+    return KerasStep(model, fn.__name__.removesuffix('_step'), fn)
   # `predict` passes a local function of Keras's trainer around its step.
   if getattr(fn, '__module__', None) != trainer.__name__:
     return None

@@ -206,27 +206,29 @@ def unwrap_checkpoint_value(value):
   return value
 
 
-class CollectiveLaunchers:
-  """Makes launchers of TensorFlow's collectives, one for each device."""
+def collective_launchers(
+  groups, key_base: int, hint: str, timeout_seconds: float
+) -> list[list]:
+  """Makes launchers of TensorFlow's collectives, one for each device of each group.
 
-  def __init__(self, key_base: int, hint: str, timeout_seconds: float):
-    self._keys = _CollectiveKeys(group_key_start=1 + key_base)
-    self._options = tf.distribute.experimental.CommunicationOptions(
-      timeout_seconds=timeout_seconds or None,
-      implementation=tf.distribute.experimental.CommunicationImplementation(
-        hint.upper()
-      ),
-    )
-
-  def of(self, devices, group_size: int) -> list:
-    """Returns launchers for `devices`, which are this worker's members of a group."""
-    group_key = self._keys.get_group_key(list(devices))
-    return [
+  A group is a list of this worker's devices in it, and the number of all.
+  """
+  keys = _CollectiveKeys(group_key_start=1 + key_base)
+  options = tf.distribute.experimental.CommunicationOptions(
+    timeout_seconds=timeout_seconds or None,
+    implementation=tf.distribute.experimental.CommunicationImplementation(
+      hint.upper()
+    ),
+  )
+  return [
+    [
       _CollectiveReplicaLauncher(
-        group_key, group_size, self._keys, device, self._options
+        keys.get_group_key(devices), size, keys, device, options
       )
       for device in devices
     ]
+    for devices, size in groups
+  ]
 
 
 def collective_all_reduce(

@@ -99,19 +99,21 @@ _extract_stack = load(
 )
 
 
-class _Calls(threading.local):
+class _Tracing(threading.local):
   # Called with the captures of a function that runs eagerly.
   note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
+  # Of all operations that are copied.
+  stack: Any = None
 
 
-_calls = _Calls()
+_tracing = _Tracing()
 _call_concrete = _ConcreteFunction._call_flat
 _noting = []  # The threads in `captures_noted`.
 
 
 def _note_and_call(self, tensor_inputs, captured_inputs):
-  if _calls.note_captures is not None and tf.executing_eagerly():
-    _calls.note_captures(captured_inputs)
+  if _tracing.note_captures is not None and tf.executing_eagerly():
+    _tracing.note_captures(captured_inputs)
   return _call_concrete(self, tensor_inputs, captured_inputs)
 
 
@@ -123,13 +125,13 @@ def captures_noted(
 
   Replaces `ConcreteFunction._call_flat` while a thread is in the context.
   """
-  before, _calls.note_captures = _calls.note_captures, note
+  before, _tracing.note_captures = _tracing.note_captures, note
   _noting.append(threading.get_ident())
   _ConcreteFunction._call_flat = _note_and_call
   try:
     yield
   finally:
-    _calls.note_captures = before
+    _tracing.note_captures = before
     _noting.pop()
     if not _noting:
       _ConcreteFunction._call_flat = _call_concrete
@@ -262,24 +264,17 @@ def _with_one_pass(executor_type, serialized):
   return _CallOptions(executor_type, config)
 
 
-class _Copying(threading.local):
-  stack: Any = None
-
-
-_copying = _Copying()
-
-
 @contextlib.contextmanager
 def one_stack() -> Iterator[None]:
   """Gives all operations that are copied in the context one stack.
 
   Extracting a stack takes as long as the rest of a copy.
   """
-  before, _copying.stack = _copying.stack, _extract_stack()
+  before, _tracing.stack = _tracing.stack, _extract_stack()
   try:
     yield
   finally:
-    _copying.stack = before
+    _tracing.stack = before
 
 
 def copy_op(
@@ -313,7 +308,7 @@ def copy_op(
   for name, value in attrs.items():
     _c_api.TF_SetAttrValueProto(copy, name, value.SerializeToString())
   copy = _c_api.TF_FinishOperation(copy)
-  _c_api.TF_SetOpStackTrace(copy, _copying.stack)
+  _c_api.TF_SetOpStackTrace(copy, _tracing.stack)
   return graph._create_op_from_tf_operation(copy).outputs
 
 

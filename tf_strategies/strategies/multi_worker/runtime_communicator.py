@@ -41,13 +41,14 @@ class RuntimeCommunicator(communicator.Communicator):
     # The coordination service is common to all strategies, so each has its own
     # names.
     self._prefix = f'tf_strategies/{collective_key_base}'
-    launch = _tf_internal.CollectiveLaunchers(
-      collective_key_base, options.communication, options.timeout_seconds
-    )
-    self._launchers = launch.of(self._devices, world_size * len(devices))
     # For one tensor per worker: sizes, flags, counts.
     self._host = _tf_internal.host_of(devices[0])
-    [self._host_launcher] = launch.of([self._host], world_size)
+    self._launchers, [self._host_launcher] = _tf_internal.collective_launchers(
+      [([*devices], world_size * len(devices)), ([self._host], world_size)],
+      collective_key_base,
+      options.communication,
+      options.timeout_seconds,
+    )
     self._statistics: collections.defaultdict[
       str, statistics.CallStatistics
     ] = collections.defaultdict(statistics.CallStatistics)
