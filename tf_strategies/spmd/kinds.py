@@ -14,9 +14,10 @@ _MOST = 2**31 - 1
 BATCH = 'batch'
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-  """All of it, the same bits on every replica."""
+# All of it, the same bits on every replica.
+WHOLE = 'whole'
+# What a consumer wants that takes whatever the replica holds.
+AS_IS = 'as is'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Part:
   Of a replica without rows it counts only if it `is_held`: part of a variable's value.
   """
 
-  op: str = 'sum'
+  op: str
   is_held: bool = False
 
 
@@ -58,19 +59,10 @@ class Listed:
   kind: Any = None
 
 
-WHOLE = Whole()
 SUM = Part('sum')
 HELD = Part('sum', is_held=True)
 # What one replica alone has: it did something that is done once.
 FIRST = Part('first')
-
-
-@dataclasses.dataclass(frozen=True)
-class AsIs:
-  """What a consumer wants that takes whatever the replica holds."""
-
-
-AS_IS = AsIs()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,13 @@ class UnknownError(Exception):
   """A rule does not know a rank or a number, so it asks for the whole."""
 
 
+def known(value: Any) -> Any:
+  """Returns a value that is not None, or raises UnknownError."""
+  if value is None:
+    raise UnknownError
+  return value
+
+
 @dataclasses.dataclass
 class Decision:
   """How an operation is run by each replica.
@@ -270,13 +277,13 @@ class Context:
     """Returns the lengths of an output as far as TensorFlow knows them."""
     return static_dims(self.node.outputs[index])
 
-  def whole(self, **known) -> Decision:
-    """Returns the decision to run it on whole inputs. `known` describes output 0."""
+  def whole(self, **of_output) -> Decision:
+    """Returns the decision to run it on whole inputs, given more of output 0."""
     outputs = [
       self.out(WHOLE, i, ints=ints) for i, ints in enumerate(self._folded())
     ]
-    if known:
-      outputs[0] = dataclasses.replace(outputs[0], **known)
+    if of_output:
+      outputs[0] = dataclasses.replace(outputs[0], **of_output)
     return Decision([WHOLE] * len(self.inputs), outputs)
 
   def _folded(self) -> list[tuple[Dim, ...] | None]:
@@ -324,9 +331,7 @@ class Context:
     Raises:
       UnknownError: it is unknown.
     """
-    if self.inputs[index].dims is None:
-      raise UnknownError
-    return len(self.inputs[index].dims)
+    return len(known(self.inputs[index].dims))
 
   def numbers(self, index: int) -> tuple[int, ...]:
     """Returns the contents of an input.
@@ -334,9 +339,7 @@ class Context:
     Raises:
       UnknownError: they are unknown.
     """
-    if self.inputs[index].numbers is None:
-      raise UnknownError
-    return self.inputs[index].numbers
+    return known(self.inputs[index].numbers)
 
   def names(self, index: int = 0, mixed: Sequence[int] = ()) -> list:
     """Returns a name for each axis of an input; None for the axes in `mixed`."""
@@ -400,22 +403,20 @@ class Context:
     def dims_of(i, names):
       if i == 0 and dims is not None:
         return dims
-      if self.dims(i) is None:
-        raise UnknownError
-      found = list(self.dims(i))
+      found = list(known(self.dims(i)))
       for axis, name in enumerate(names):
-        known = lengths.get(name, ())
-        if not found[axis].is_number and len(known) == 1:
-          [found[axis]] = known
+        own = lengths.get(name, ())
+        if not found[axis].is_number and len(own) == 1:
+          [found[axis]] = own
       return tuple(found)
 
-    known = [dims_of(i, names) for i, names in enumerate(outputs)]
+    dims_of_all = [dims_of(i, names) for i, names in enumerate(outputs)]
     if rows is None:
-      return self.whole(dims=known[0])
+      return self.whole(dims=dims_of_all[0])
     name, length = rows
     is_kept = any(name in names for names in outputs)
     if not (is_kept or op):
-      return self.whole(dims=known[0])
+      return self.whole(dims=dims_of_all[0])
     wants: list[Any] = [WHOLE] * len(self.inputs)
     for i, names in enumerate(named):
       if name in names:
@@ -424,7 +425,7 @@ class Context:
         if is_kept and not _is_long(self.inputs[i], axis, length):
           wants[i] = kinds.SplitIfLong(axis)
     results = []
-    for names, each in zip(outputs, known, strict=True):
+    for names, each in zip(outputs, dims_of_all, strict=True):
       if is_kept:
         at = names.index(name)
         results.append(kinds.split(at, length, each))
@@ -438,9 +439,9 @@ class Context:
     """Returns wants: input 0 in this kind, and all others whole."""
     return [kind, *[WHOLE] * (len(self.inputs) - 1)]
 
-  def out(self, kind, index: int = 0, **known) -> Value:
+  def out(self, kind, index: int = 0, **options) -> Value:
     """Returns an output for which TensorFlow's static lengths are right."""
-    return Value(kind, self.dims(index), **known)
+    return Value(kind, self.dims(index), **options)
 
   def summed(self, wants=None) -> Decision:
     """Returns the decision in which outputs are sums, by default of input 0."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
-from tf_strategies.spmd.kinds import AS_IS, ONE, SUM, WHOLE, Dim, Part, Value
-from tf_strategies.spmd.plan import Decision, is_sum, rule
+from tf_strategies.spmd.kinds import AS_IS, ONE, SUM, WHOLE, Dim, Part
+from tf_strategies.spmd.plan import Decision, UnknownError, is_sum, rule
 
 OPS = {
   'Sum': 'sum',
@@ -21,7 +21,7 @@ OPS = {
 
 @rule(*OPS)
 def _reduction(context):
-  value, axes = context.inputs
+  value = context.inputs[0]
   node, op = context.node, OPS[context.node.type]
   is_mean = node.type == 'Mean'
   is_floating = node.outputs[0].dtype.is_floating
@@ -29,9 +29,7 @@ def _reduction(context):
     return context.summed()
   if isinstance(value.kind, Part) and value.kind.op == op != 'sum':
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
-  reduced = reduced_axes(axes, context.rank())
-  if reduced is None:
-    return None
+  reduced = _reduced_axes(context)
   is_unknown = None in reduced
   keeps = bool(node.attr('keep_dims'))
   before = []
@@ -77,16 +75,16 @@ def _mean(context, reduced, keeps):
   return emit
 
 
-def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
-  """Returns, for each axis of a tensor, whether `axes` contains it."""
-  if axes.axes is not None:
-    # Products of matrices broadcast all axes but the last two.
-    rest = rank - len(axes.axes)
-    return [*axes.axes, *[False] * rest] if rest >= 0 else None
-  if axes.numbers is None:
-    return None
-  numbers = {number % rank for number in axes.numbers}
-  return [axis in numbers for axis in range(rank)]
+def _reduced_axes(context) -> list[bool | None]:
+  """Returns, for each axis of input 0, whether input 1 contains it."""
+  rank, axes = context.rank(), context.inputs[1].axes
+  if axes is None:
+    numbers = {number % rank for number in context.numbers(1)}
+    axes = [axis in numbers for axis in range(rank)]
+  if len(axes) > rank:
+    raise UnknownError
+  # Products of matrices broadcast all axes but the last two.
+  return [*axes, *[False] * (rank - len(axes))]
 
 
 @rule('BroadcastGradientArgs')

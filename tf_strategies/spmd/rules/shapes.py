@@ -19,8 +19,8 @@ from tf_strategies.spmd.plan import (
   MOST_INTS,
   Context,
   Decision,
-  UnknownError,
   is_sum,
+  known,
   rule,
 )
 from tf_strategies.spmd.program import Tensor
@@ -79,10 +79,8 @@ def _shape(context):
 
 @rule('Rank')
 def _rank(context):
-  rank = context.inputs[0].rank
-  if rank is None:
-    return context.whole()
-  return Decision([AS_IS], [context.out(WHOLE, ints=(Dim(rank),))])
+  ints = (Dim(context.rank()),)
+  return Decision([AS_IS], [context.out(WHOLE, ints=ints)])
 
 
 @rule('Pack')
@@ -169,8 +167,8 @@ def _reshape(context):
   value, shape = context.inputs
   dims = _solve(value, shape)
   if value.kind == WHOLE or is_sum(value.kind):
-    known = {} if dims is None else {'dims': dims}
-    outputs = context.whole(kind=value.kind, **known).outputs
+    lengths = {} if dims is None else {'dims': dims}
+    outputs = context.whole(kind=value.kind, **lengths).outputs
     return Decision([value.kind, WHOLE], outputs)
   if not isinstance(value.kind, Split) or dims is None:
     return None
@@ -320,9 +318,7 @@ def _slice(context):
 
 @rule('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
 def _pad(context):
-  paddings = const_ints(context.node.inputs[1])
-  if paddings is None:
-    raise UnknownError
+  paddings = known(const_ints(context.node.inputs[1]))
   names = context.names(0, paddings.any(1).nonzero()[0])
   return [names], [names]
 
