@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import copy
 import dataclasses
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +63,7 @@ def rows_or_stand_in(
 _LARGE = 4096
 
 
+@dataclasses.dataclass(eq=False)
 class Site:
   """A place where operations are built: a replica, or the home of central variables.
 
@@ -73,30 +73,25 @@ class Site:
     replica: number of the replica in this process; None if it is not a replica.
     is_chief: whether it runs the operations that run once in all processes.
     is_home: whether it writes the variables that have one copy in this process.
+    tensors: what was built, by (tensor of the program, kind). In a branch or loop, what
+      was built outside of it is behind it.
+    copies: in a branch or loop, handles of copies of variables that others write.
   """
 
-  def __init__(
-    self,
-    device: str | None,
-    rows: ReplicaRows,
-    replica: int | None = None,
-    is_chief: bool = False,
-    is_home: bool = False,
-  ):
-    self.device, self.rows, self.replica = device, rows, replica
-    self.is_chief, self.is_home = is_chief, is_home
-    # Tensors by (tensor of the program, kind), and what `_once` has built. In a branch
-    # or loop, those outside of it are behind them.
-    self.tensors, self._shared = collections.ChainMap(), collections.ChainMap()
-    # In a branch or loop, handles of copies of variables that other sites write.
-    self.copies: dict[Any, tf.Tensor] = {}
+  device: str | None
+  rows: ReplicaRows
+  replica: int | None = None
+  is_chief: bool = False
+  is_home: bool = False
+  tensors: ChainMap = dataclasses.field(default_factory=ChainMap)
+  copies: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
+  # What `_once` has built, as `tensors`.
+  _shared: ChainMap = dataclasses.field(default_factory=ChainMap)
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
-    site = copy.copy(self)
-    site.tensors = self.tensors.new_child()
-    site._shared = self._shared.new_child()
-    return site
+    tensors, shared = self.tensors.new_child(), self._shared.new_child()
+    return dataclasses.replace(self, tensors=tensors, _shared=shared)
 
   def in_function(self, rows: Mapping[str, tf.Tensor]) -> Site:
     """Returns this site inside of a function, which gets what differs between sites.
@@ -109,9 +104,7 @@ class Site:
 
   def with_copies(self, copies: Mapping[Any, tf.Tensor]) -> Site:
     """Returns this site with the handles of copies of some variables."""
-    site = copy.copy(self)
-    site.copies = {**self.copies, **copies}
-    return site
+    return dataclasses.replace(self, copies={**self.copies, **copies})
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
     """Returns whether a tensor was built in this kind."""
