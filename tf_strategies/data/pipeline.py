@@ -22,10 +22,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import option_checks
-from tf_strategies.data import files as files_lib
-from tf_strategies.data import options as options_lib
 from tf_strategies.data import plan as plan_lib
 from tf_strategies.data import shuffle
+from tf_strategies.data.files import Arrays, Files
+from tf_strategies.data.options import PipelineOptions
 
 _MAX_OPEN_FILES = 16
 # Records that training takes from one file before the next: one at a time costs a
@@ -39,8 +39,8 @@ BatchFn = Callable[..., Any]
 
 
 def make_dataset(
-  source: files_lib.Arrays | files_lib.Files | Any,
-  options: options_lib.PipelineOptions,
+  source: Arrays | Files | Any,
+  options: PipelineOptions,
   *,
   training: bool,
   epochs: int | None = None,
@@ -125,7 +125,7 @@ def _check_types(options, training, functions, input_context):
   option_checks.check_type(
     'options',
     options,
-    options_lib.PipelineOptions,
+    PipelineOptions,
     'tfs.data.PipelineOptions',
     'write tfs.data.PipelineOptions(global_batch_size=256)',
   )
@@ -170,11 +170,11 @@ def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
 
 def _reader(source, options, training, prepare_fn, context):
   """Returns the reader of this pipeline's share."""
-  if isinstance(source, files_lib.Files):
+  if isinstance(source, Files):
     plan = plan_lib.make(options, training, context, len(source.paths))
     return FileReader(source, plan, prepare_fn)
-  if not isinstance(source, files_lib.Arrays):
-    source = files_lib.Arrays(source)
+  if not isinstance(source, Arrays):
+    source = Arrays(source)
   plan = plan_lib.make(options, training, context)
   return ArrayReader(source, plan, prepare_fn)
 
@@ -254,7 +254,7 @@ class ArrayReader:
 
   def __init__(
     self,
-    source: files_lib.Arrays,
+    source: Arrays,
     plan: plan_lib.PipelinePlan,
     prepare_fn: Callable[..., Any] | None,
   ):
@@ -301,7 +301,7 @@ class FileReader:
 
   def __init__(
     self,
-    source: files_lib.Files,
+    source: Files,
     plan: plan_lib.PipelinePlan,
     prepare_fn: Callable[..., Any] | None,
   ):

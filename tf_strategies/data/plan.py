@@ -5,8 +5,8 @@ import dataclasses
 import tensorflow as tf
 
 from tf_strategies import errors, option_checks
-from tf_strategies.data import options as options_lib
 from tf_strategies.data import shuffle
+from tf_strategies.data.options import PipelineOptions
 
 _ALL = slice(0, None, 1)
 
@@ -25,7 +25,7 @@ class PipelinePlan:
     examples: which of their examples it takes.
   """
 
-  options: options_lib.PipelineOptions
+  options: PipelineOptions
   training: bool
   batch_size: int
   num_pipelines: int
@@ -89,7 +89,7 @@ class PipelinePlan:
 
 
 def make(
-  options: options_lib.PipelineOptions,
+  options: PipelineOptions,
   training: bool,
   context: tf.distribute.InputContext,
   num_files: int = 0,
@@ -129,7 +129,7 @@ def make(
 
 
 def check_stream(
-  options: options_lib.PipelineOptions,
+  options: PipelineOptions,
   training: bool,
   context: tf.distribute.InputContext,
 ) -> None:

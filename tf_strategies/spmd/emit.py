@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.spmd import actions, kinds, pieces
-from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
-from tf_strategies.spmd.site import ReplicaRows, Site
+from tf_strategies.spmd.site import ReplicaRows, Site, set_own_shape
 
 # From so many nodes on, a function is faster than building a block at each site.
 _MANY_NODES = 500
@@ -436,7 +435,7 @@ class Emitter:
 def _hold(plan, site, tensors, built):
   """Keeps what was built at a site for some tensors; there may be more."""
   for tensor, each in zip(tensors, built, strict=False):
-    site_lib.set_own_shape(each, tensor, plan.values[tensor])
+    set_own_shape(each, tensor, plan.values[tensor])
     site.tensors[tensor, AS_IS] = each
 
 

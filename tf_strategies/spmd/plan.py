@@ -23,6 +23,9 @@ from tf_strategies import errors
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import (
   AS_IS,
+  FIRST,
+  HELD,
+  SUM,
   WHOLE,
   Dim,
   Listed,
@@ -129,11 +132,11 @@ class Plan:
         meets = self.meets(tensor, want)
         if meets and not self._may_meet:
           cause, why = node, 'needs all rows of a batch at once'
-          if kind == kinds.FIRST:
+          if kind == FIRST:
             cause, why = tensor.node, 'runs once for all replicas'
           raise NeedsExchangeError(f'{cause.type} {cause.name!r} {why}')
         if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
-          if isinstance(want, Shard) and kind == kinds.SUM:
+          if isinstance(want, Shard) and kind == SUM:
             # Others may want shards too; if not, a later pass makes it whole.
             wanted[tensor] = WHOLE if tensor in self.forced else want
           else:
@@ -180,7 +183,7 @@ class Plan:
       return False
     if isinstance(kind, Part) and tensor in self.forced:
       return True
-    return kind != wanted and (kind, wanted) != (kinds.SUM, kinds.HELD)
+    return kind != wanted and (kind, wanted) != (SUM, HELD)
 
   def wanted(self, node: Node) -> Iterable[tuple[Tensor, Any]]:
     """Returns the inputs of a node, each with the kind in which it is wanted."""
@@ -239,7 +242,7 @@ class Context:
     self.node = node
     values = [plan.seen(t) for t in node.inputs]
     # Everybody needs all of what the first replica alone has.
-    self.inputs = [v.of(WHOLE) if v.kind == kinds.FIRST else v for v in values]
+    self.inputs = [v.of(WHOLE) if v.kind == FIRST else v for v in values]
 
   @property
   def kinds(self) -> list:
@@ -446,7 +449,7 @@ class Context:
   def summed(self, wants=None) -> Decision:
     """Returns the decision in which outputs are sums, by default of input 0."""
     wants = wants or self.first(self.kinds[0])
-    kind = kinds.HELD if kinds.HELD in self.kinds else kinds.SUM
+    kind = HELD if HELD in self.kinds else SUM
     outputs = [self.out(kind, i) for i in range(len(self.node.outputs))]
     return Decision([kind if is_sum(w) else w for w in wants], outputs)
 
@@ -539,7 +542,7 @@ def static_dims(tensor: Tensor) -> tuple[Dim, ...] | None:
 
 def is_sum(kind) -> bool:
   """Returns whether it is a sum over replicas."""
-  return kind in (kinds.SUM, kinds.HELD)
+  return kind in (SUM, HELD)
 
 
 def _check_list(kind, want, node) -> None:
@@ -566,7 +569,7 @@ def _of_sums(context) -> Decision | None:
   if not set(sums) <= set(terms):
     return None
   return context.summed(
-    [kinds.SUM if i in terms else WHOLE for i in range(len(held))]
+    [SUM if i in terms else WHOLE for i in range(len(held))]
   )
 
 
@@ -582,8 +585,6 @@ def _default(context) -> Decision:
     )
   if node.is_stateful:
     # Its effect is unknown, so it runs once, as on one device.
-    outputs = [
-      Value(kinds.FIRST, context.dims(i)) for i in range(len(node.outputs))
-    ]
+    outputs = [Value(FIRST, context.dims(i)) for i in range(len(node.outputs))]
     return Decision([WHOLE] * len(context.inputs), outputs)
   return context.whole()

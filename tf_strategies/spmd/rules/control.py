@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.spmd import emit as emit_lib
+from tf_strategies.spmd.emit import run_body
 from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import (
   HELD,
@@ -136,7 +136,7 @@ def build_branches(
 
   def build(plan):
     kinds = [v.kind for v in outputs]
-    rows = emit_lib.run_body(plan, sites, arguments, kinds, exchange)
+    rows = run_body(plan, sites, arguments, kinds, exchange)
     # A branch has to have a result.
     return [
       [tf.identity(r) if r.dtype != tf.variant else r for r in row]
@@ -228,7 +228,7 @@ def _loop_decision(context, variables, plans, constant):
 
     def run(name, kinds, values):
       given = [arguments(values)]
-      [results] = emit_lib.run_body(plans[name], [site], given, kinds)
+      [results] = run_body(plans[name], [site], given, kinds)
       return results
 
     def test(*values):

@@ -9,9 +9,15 @@ import dataclasses
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import plan
 from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value, one_list
-from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
+from tf_strategies.spmd.plan import (
+  FACTORS,
+  TERMS,
+  Context,
+  Decision,
+  is_sum,
+  rule,
+)
 
 # Operations that add up all inputs, or change each element in a linear way.
 SUMS = [
@@ -130,8 +136,8 @@ def broadcast(context: Context) -> tuple | None:
   return names, [range(rank)]
 
 
-plan.TERMS.update(dict.fromkeys([*SUMS, 'Pack'], slice(None)))
-plan.TERMS.update(ConcatV2=slice(-1), SelectV2=slice(1, None))
+TERMS.update(dict.fromkeys([*SUMS, 'Pack'], slice(None)))
+TERMS.update(ConcatV2=slice(-1), SelectV2=slice(1, None))
 
 _FIRST = [
   'BiasAddGrad',
@@ -166,9 +172,9 @@ _PRODUCTS = [
   'MulNoNan',
 ]
 
-plan.FACTORS.update(dict.fromkeys(_FIRST, (0,)))
-plan.FACTORS.update(dict.fromkeys(_PRODUCTS, (0, 1)))
-plan.FACTORS.update(
+FACTORS.update(dict.fromkeys(_FIRST, (0,)))
+FACTORS.update(dict.fromkeys(_PRODUCTS, (0, 1)))
+FACTORS.update(
   Conv2DBackpropInput=(2,),
   Conv3DBackpropInputV2=(2,),
   DepthwiseConv2dNativeBackpropInput=(2,),

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies.spmd import kinds as kinds_lib
-from tf_strategies.spmd.kinds import AS_IS, ONE, SUM, WHOLE, Dim, Part
+from tf_strategies.spmd.kinds import (
+  AS_IS,
+  ONE,
+  SUM,
+  WHOLE,
+  Dim,
+  Part,
+  product,
+)
 from tf_strategies.spmd.plan import Decision, UnknownError, is_sum, rule
 
 OPS = {
@@ -45,7 +52,7 @@ def _reduction(context):
   dims = None
   if context.dims() is None and not is_unknown:
     pairs = zip(value.dims, reduced, strict=True)
-    dims = tuple(kinds_lib.ONE if r else d for d, r in pairs if keeps or not r)
+    dims = tuple(ONE if r else d for d, r in pairs if keeps or not r)
   decision = context.by_axes([before], [after], op, dims=dims)
   if is_mean and decision.outputs[0].kind == SUM:
     if is_unknown or not is_floating:
@@ -58,7 +65,7 @@ def _mean(context, reduced, keeps):
   """Returns an `emit` that divides by the number of elements of all rows."""
   dtype = context.node.outputs[0].dtype
   axes_to_count = [i for i, is_reduced in enumerate(reduced) if is_reduced]
-  counted = kinds_lib.product(context.inputs[0].dims[i] for i in axes_to_count)
+  counted = product(context.inputs[0].dims[i] for i in axes_to_count)
 
   def emit(site, inputs):
     tensor, axes = inputs

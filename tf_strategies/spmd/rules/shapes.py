@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies.spmd import kinds as kinds_lib
 from tf_strategies.spmd.kinds import (
   AS_IS,
   ONE,
@@ -14,6 +13,7 @@ from tf_strategies.spmd.kinds import (
   Part,
   Split,
   Value,
+  product,
 )
 from tf_strategies.spmd.plan import (
   MOST_INTS,
@@ -59,7 +59,7 @@ def _shape(context):
     # The shape of a shard is known, so nobody needs a tensor for it.
     wants.append(WHOLE if ints is None or value.kind == WHOLE else AS_IS)
     if is_size and ints is not None:
-      ints = (kinds_lib.product(ints),)
+      ints = (product(ints),)
     outputs.append(context.out(WHOLE, i, ints=ints))
 
   def emit(site, inputs):
@@ -182,7 +182,7 @@ def _reshape(context):
 
 def _axis_after(value, dims) -> int | None:
   """The axis of `dims` along which the rows of a split tensor lie."""
-  before = kinds_lib.product(value.dims[: value.kind.axis])
+  before = product(value.dims[: value.kind.axis])
   prefix = ONE
   for axis, dim in enumerate(dims):
     if prefix == before and dim.has_batch:
@@ -195,8 +195,8 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
   """The lengths of a reshaped tensor, with -1 filled in; None if unknown."""
   if shape.ints is None or value.dims is None:
     return None
-  others = kinds_lib.product(d for d in shape.ints if d != Dim(-1))
-  rest = kinds_lib.product(value.dims).over(others)
+  others = product(d for d in shape.ints if d != Dim(-1))
+  rest = product(value.dims).over(others)
   if rest is None and Dim(-1) in shape.ints:
     return None
   return tuple(rest if d == Dim(-1) else d for d in shape.ints)

@@ -7,17 +7,16 @@ import functools
 import tensorflow as tf
 
 from tf_strategies.spmd import pieces
-from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd.kinds import (
   WHOLE,
   Dim,
   Part,
   Shard,
 )
-from tf_strategies.spmd.plan import Decision
+from tf_strategies.spmd.plan import RULES, SHARD_RULES, Decision, make, rule
 from tf_strategies.spmd.rules import control, elementwise, reductions
 
-_rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
+_rule = functools.partial(rule, rules=SHARD_RULES)
 
 # Operations that work element by element on a flat tensor too.
 _OTHERS = ['Cast', 'ZerosLike']
@@ -76,7 +75,7 @@ for _name in (
   'StopGradient',
   'VarIsInitializedOp',
 ):
-  _rule(_name)(plan_lib.RULES[_name])
+  _rule(_name)(RULES[_name])
 
 
 @_rule('VariableShape')
@@ -136,8 +135,7 @@ def _branches(context):
   """
   node, outputs = context.node, context.whole().outputs
   plans = {
-    name: plan_lib.make(body, context.inputs[1:])
-    for name, body in node.bodies.items()
+    name: make(body, context.inputs[1:]) for name, body in node.bodies.items()
   }
   return Decision(
     [WHOLE, *context.kinds[1:]],
