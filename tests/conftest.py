@@ -5,7 +5,7 @@ import random
 import sys
 import time
 
-# TensorFlow reads it during its first import.
+# TensorFlow reads this variable during its first import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import hypothesis
@@ -15,7 +15,7 @@ from absl import flags
 from tests import device_counts, processes, tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
-NO_TIME = 'the soak run was over'
+NO_TIME = 'the soak run has ended'
 
 # No app.run() parses the flags under pytest, and an unparsed flag raises.
 flags.FLAGS.mark_as_parsed()
@@ -46,21 +46,21 @@ def pytest_addoption(parser):
   parser.addoption(
     '--device',
     choices=('cpu', 'gpu'),
-    help='run what computes on devices, on these: logical CPUs, or GPUs. If there '
-    'is no GPU, nothing runs.',
+    help='run the tests that compute on devices, on logical CPUs or GPUs. If there '
+    'is no GPU, no test runs.',
   )
   parser.addoption(
     '--most-seconds',
     type=float,
-    help='fail if the tests take longer, times TFS_DEADLINE_FACTOR.',
+    help='fail if the tests take longer than this, times TFS_DEADLINE_FACTOR.',
   )
   parser.addoption(
     '--soak-minutes',
     type=float,
-    help='run the tests in random order, and start none after so many minutes.',
+    help='run the tests in random order, and start no test after so many minutes.',
   )
   parser.addoption(
-    '--soak-seed', type=int, default=1, help='of the order of the tests.'
+    '--soak-seed', type=int, default=1, help='seed of the order of the tests.'
   )
 
 
@@ -102,7 +102,7 @@ class Soak:
 
   @pytest.hookimpl(trylast=True)
   def pytest_collection_modifyitems(self, items):
-    """Shuffles the tests alike in every process, and starts the clock."""
+    """Shuffles the tests in the same way in every process, and starts the clock."""
     self._ends_at = time.monotonic() + 60 * self._minutes
 
     def draw(*names):
@@ -162,7 +162,7 @@ class MostSeconds:
 
 
 class _NoGpu:
-  """Runs nothing on a machine without a GPU, and says so."""
+  """Runs no test on a machine without a GPU, and reports it."""
 
   def pytest_ignore_collect(self):
     """Ignores all modules, because some need a GPU at import."""

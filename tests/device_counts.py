@@ -10,22 +10,22 @@ _WORKERS = re.compile(r'_(ring|collective|mpi)_\d')
 
 
 def name_of(nodeid: str) -> str:
-  """Returns a test's directory, and for rows of the table of programs the strategy."""
+  """Returns the directory of a test, and the strategy if the test runs a program."""
   path, _, test = nodeid.partition('::')
-  room, *rest = path.removeprefix('tests/').split('/')
-  if room == 'strategies' and len(rest) > 1:
-    return f'{room}/{rest[0]}'
-  if room != 'programs':
-    return room
+  folder, *rest = path.removeprefix('tests/').split('/')
+  if folder == 'strategies' and len(rest) > 1:
+    return f'{folder}/{rest[0]}'
+  if folder != 'programs':
+    return folder
   if found := _IN_PROCESS.search(test):
-    return f'{room}, {found[1]}'
+    return f'{folder}, {found[1]}'
   if found := _WORKERS.search(test):
-    return f'{room}, multi_worker_{found[1]}'
-  return f'{room}, others'
+    return f'{folder}, multi_worker_{found[1]}'
+  return f'{folder}, others'
 
 
 class DeviceCounts:
-  """A pytest plugin, used where there is a terminal."""
+  """A pytest plugin for processes with a terminal."""
 
   def __init__(self, device: str):
     self._device = device

@@ -1,4 +1,4 @@
-"""Checks that all documentation tests share."""
+"""Checks that the documentation tests share."""
 
 import doctest
 import importlib

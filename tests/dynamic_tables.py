@@ -1,4 +1,4 @@
-"""Models with a dynamic or a static table of rows, which must train alike."""
+"""Models with a dynamic or a static table, which must give the same results."""
 
 import keras
 import numpy as np
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 @keras.saving.register_keras_serializable('tf_strategies.tests')
 def first_rows(ids):
-  """Returns initial rows that tell ids and columns apart."""
+  """Returns initial rows that differ by id and column."""
   places = tf.cast(tf.cast(ids, tf.int64) % 1009, tf.float32)
   return tf.sin(places[:, None] * tf.constant([1.0, 2.0, 3.0, 4.0]) + 1.0)
 
@@ -61,7 +61,7 @@ def _table(is_dynamic):
 
 
 def model(is_dynamic, optimizer, kind='dense', **options):
-  """Returns a compiled model with two ids a row and fixed initial weights.
+  """Returns a compiled model with two ids per row and fixed initial weights.
 
   With `kind` 'ragged' a row has up to two ids; with 'sparse' some ids are
   missing.

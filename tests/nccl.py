@@ -61,7 +61,7 @@ def collective(rank, communication):
 
   @tf.function
   def all_reduce(rows):
-    # A strategy with one replica does not reduce unless told to.
+    # A strategy with one replica does not reduce by itself.
     return strategy.extended.communicator.all_reduce([rows], 'rows')[0]
 
   rows = [tf.constant([1.0, 2.0]), tf.constant([3], tf.int64)]
@@ -70,7 +70,7 @@ def collective(rank, communication):
 
 
 def fit(rank, jit_compile):
-  """Returns how far the weights are from one device's, and from the initial ones."""
+  """Returns the distances of the weights from one device and from the initial weights."""
   del rank
   device = _device()
   strategy = tfs.MultiWorkerCollectiveStrategy(devices=[device])

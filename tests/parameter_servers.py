@@ -90,7 +90,7 @@ class Job(processes.ProcessGroup):
 
 
 def _with_spread_variables(function, args):
-  """Calls a function; puts its small variables on several servers, like large ones."""
+  """Calls a function. Distributes even small variables over several servers."""
   from tf_strategies.strategies.parameter_server import extended
 
   extended.SPREAD_BYTES = 1

@@ -9,8 +9,8 @@ some workers run without TensorFlow.
     workers.kill(1)
     outcomes = workers.wait()
 
-A process starts as a copy of one that has imported TensorFlow, because the import
-takes four CPU seconds. The copy is made before TensorFlow runs anything.
+A process starts as a copy of a process that has imported TensorFlow, because the
+import takes four CPU seconds. The copy is made before TensorFlow runs any operation.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ DEADLINE_FACTOR = float(os.environ.get('TFS_DEADLINE_FACTOR', '1'))
 ARE_UNLIKE = os.environ.get('TFS_UNLIKE_WORKERS') == '1'
 _GARBAGE = 'TFS_GARBAGE'
 
-# TensorFlow reads it during import. Its C++ code then logs errors only.
+# TensorFlow reads this variable during import. Its C++ code then logs only errors.
 _ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '2'}
 _PRELOADED = ['numpy', 'tensorflow', 'keras']
 
@@ -113,7 +113,7 @@ def tf_config(
 
 
 class ProcessGroup:
-  """Processes that call functions. On leaving the context, they are ended.
+  """Processes that call functions. They are ended when the context exits.
 
   They also end when this process is killed.
 

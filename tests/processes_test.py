@@ -1,4 +1,4 @@
-"""The runner of processes keeps deadlines and leaves nothing behind."""
+"""The runner of processes keeps deadlines and ends all processes."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ def _is_running(pid):
 
 
 class WorkersTest(absltest.TestCase):
-  def test_deadline(self):
+  def test_deadline_ends_workers(self):
     with processes.Workers(_sleep, 1, deadline=0.1) as workers:
       (outcome,) = workers.wait()
       self.assertFalse(workers.is_alive(0))
@@ -36,7 +36,7 @@ class CommandTest(absltest.TestCase):
     words = [sys.executable, '-I', '-S', '-c', code]
     return self.enter_context(commands.Command(words, name='it', **options))
 
-  def test_deadline_ends_it_and_what_is_below(self):
+  def test_deadline_ends_a_command_and_its_children(self):
     code = (
       'import subprocess, sys, time\n'
       'child = subprocess.Popen([sys.executable, "-c", "import time; '
@@ -46,14 +46,14 @@ class CommandTest(absltest.TestCase):
     )
     command = self._python(code, deadline_seconds=3.0)
     command.wait_until(lambda: command.output().endswith('\n'))
-    below = int(command.output())
+    child_pid = int(command.output())
     with self.assertRaisesRegex(
       errors.WorkerUnavailableError,
-      f'did not end within {3 * processes.DEADLINE_FACTOR:g} s(?s:.*){below}',
+      f'did not end within {3 * processes.DEADLINE_FACTOR:g} s(?s:.*){child_pid}',
     ):
       command.wait()
     self.assertFalse(_is_running(command.pid))
-    self.assertFalse(_is_running(below))
+    self.assertFalse(_is_running(child_pid))
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ method takes pytest's marks; a single row takes a mark here:
   def test_rows(self, case, rows): ...
 
   @tiers.named_parameters(*tiers.few(TABLE, 'ring', 'tree'))
-  def test_of_a_table(self, case): ...
+  def test_table(self, case): ...
 
 The decorators are absl's and name the tests as absl does. `tests/conftest.py`
 adds the marks.
@@ -168,7 +168,7 @@ def _decorator(absl_decorator, rows, name_of):
   return decorate
 
 
-# With --device, tests run that compute on the devices of a strategy.
+# With --device, only tests that compute on the devices of a strategy run.
 _ON_DEVICES = (
   'cross_device',
   'keras',
@@ -176,8 +176,7 @@ _ON_DEVICES = (
   'programs',
   'strategies',
 )
-# Of these, tests of CPUs, hosts or TPUs, and of servers and their messages, do
-# not.
+# Exceptions: tests of CPUs, hosts, TPUs, servers and their messages.
 _ON_HOSTS = (
   'strategies/host_input_test.py',
   'strategies/tpu',

@@ -33,7 +33,7 @@ class SmokeTest(absltest.TestCase):
     self.session = request.session
 
   @pytest.mark.smoke
-  def test_make_test_has_a_few_hundred_cases(self):
+  def test_make_test_has_150_to_300_cases(self):
     config = self.session.config
     if (
       config.args_source != config.ArgsSource.TESTPATHS or config.option.keyword

@@ -101,8 +101,7 @@ def _split(kind, count, options):
     if present >= count:
       return
     raise RuntimeError(
-      f'count ({count}) logical {kind}s were asked for, but TensorFlow runs '
-      f'already with {present}. Call virtual_devices.configure() when the module '
-      'is imported, before any op runs, with the same count in every module '
-      'of the process.'
+      f'Expected {count} logical {kind}s, got {present} since TensorFlow already '
+      'runs. Fix: call virtual_devices.configure() when the module is imported, '
+      'before any op runs, with the same count in every module of the process.'
     ) from e

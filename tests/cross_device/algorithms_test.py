@@ -26,7 +26,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_every_dtype_and_shape_in_one_call(self, op, world_size, reduce_op):
     op = replicas.OPS[op]()
-    # The order of the replicas is not that of the devices.
+    # The replicas are not in the order of the devices.
     names = replicas.devices(8)[: -world_size - 1 : -1]
     cases = [
       *itertools.product(replicas.DTYPES, SHAPES[:-1]),
@@ -45,7 +45,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       replicas.assert_equal(result, replicas.exact(ranks, reduce_op), names)
 
   @tiers.product(op=list(replicas.OPS), world_size=(3, tiers.soak(8)))
-  def test_replicas_are_equal_to_the_last_bit(self, op, world_size):
+  def test_replicas_are_equal_in_every_bit(self, op, world_size):
     names = replicas.devices(world_size)
     random = np.random.default_rng(0)
     ranks = random.normal(size=(world_size, 1009)).astype(np.float32)
@@ -57,7 +57,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(first, replicas.exact(ranks, reduce_op), 1e-5, 1e-5)
 
   @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
-  def test_shapes_that_are_unknown_in_the_graph(self, make_op):
+  def test_unknown_static_shapes(self, make_op):
     op, names = make_op(), replicas.devices(4)
     specs = [
       tf.TensorSpec([None, None]),
@@ -92,7 +92,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 3)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_devices_of_values_that_have_none(self, make_op):
+  def test_values_without_a_device(self, make_op):
     """Uses TensorFlow's strategy: arguments of a function have no device."""
     op, names = make_op(), replicas.devices(4)
     ranks = replicas.inputs('float32', (103,), 4)
@@ -117,7 +117,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_equal_tensors_are_moved_as_the_schedule_says(self, make_op):
+  def test_bytes_received_equal_the_schedule(self, make_op):
     op, names = make_op(), replicas.devices(3)
     schedule = op.schedule(names, 1)
     ranks = replicas.inputs('float32', (40,), 3)
@@ -129,12 +129,12 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
-  """16-bit floats are added in float32, and a mean does not overflow on the way."""
+  """16-bit floats are added in float32, and a mean does not overflow."""
 
   @parameterized.parameters('direct', 'naive', 'auto')
   def test_one_hop_adds_in_float32(self, name):
     make_op = replicas.OPS[name]
-    # 256 + 1 is no bfloat16: summing in it would lose all additions.
+    # bfloat16 cannot represent 256 + 1: sums in bfloat16 would stay at 256.
     ranks = [tf.constant([v], tf.bfloat16) for v in (256.0, 1.0, 1.0, 1.0)]
     names = replicas.devices(4)
     value = replicas.on_devices(ranks, names)
@@ -156,7 +156,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     np.testing.assert_array_equal(alone.numpy(), ranks[0], strict=True)
 
   @parameterized.parameters('direct', 'naive')
-  def test_large_sum_in_a_graph_is_the_same_in_every_run(self, name):
+  def test_large_sum_in_a_graph_is_deterministic(self, name):
     """TensorFlow must not reorder the additions of a sum by their arrival."""
     # Terms and sum exceed the memory that TensorFlow assumes for a logical CPU.
     size = 14_000_000
@@ -190,7 +190,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       (tf.TensorSpec([3, 2], tf.float16), 'float32.*replica 1 .*float16'),
     ),
   )
-  def test_replicas_that_disagree(self, make_op, case):
+  def test_mismatched_replicas_are_refused(self, make_op, case):
     spec, message = case
     names = replicas.devices(2)
     good = replicas.on_devices([tf.zeros([3, 2])] * 2, names)

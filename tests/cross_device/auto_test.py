@@ -22,7 +22,7 @@ CARD = 'NVIDIA H100 PCIe'
 
 class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
-  def test_link_decides(self):
+  def test_schedule_depends_on_the_link(self):
     # Over NVLink, fewer rounds are still better than fewer bytes.
     by_link = []
     for device_name in (CARD, 'NVIDIA H200'):
@@ -31,7 +31,7 @@ class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
       by_link.append(schedule.num_rounds)
     self.assertGreater(*by_link)
 
-  def test_tensors_are_cut_between_gpus_only(self):
+  def test_tensors_are_only_cut_between_gpus(self):
     op = auto.AutoAllReduce()
     with fake_gpus.machine(1, 1, 1, 1):
       self.assertEqual(op._cut_above([virtual_devices.HOST] * 2), math.inf)
@@ -39,38 +39,38 @@ class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class LinksTest(tf.test.TestCase, parameterized.TestCase):
-  """What TensorFlow's lists of devices tell about the links between them."""
+  """Links between devices, derived from TensorFlow's lists of devices."""
 
   @parameterized.named_parameters(
     ('one_gpu', (1,), gpus(1), True),
-    ('two_parts', (2,), gpus(2), False),
-    ('more_than_there_are', (1,), gpus(2), False),
-    ('whole_one_beside_parts', (1, 4), gpus(1), True),
-    ('beside_a_cpu', (1, 1), ['GPU:0', 'GPU:1', 'CPU:0'], False),
-    ('beside_an_unknown_device', (1, 1), ['GPU:0', ''], False),
+    ('two_virtual_gpus', (2,), gpus(2), False),
+    ('missing_gpu', (1,), gpus(2), False),
+    ('whole_gpu_with_virtual_gpus', (1, 4), gpus(1), True),
+    ('with_cpu', (1, 1), ['GPU:0', 'GPU:1', 'CPU:0'], False),
+    ('with_unknown_device', (1, 1), ['GPU:0', ''], False),
   )
-  def test_nccl_on_whole_gpus_only(self, parts, devices, expected):
+  def test_nccl_is_used_only_on_whole_gpus(self, parts, devices, expected):
     with fake_gpus.machine(*parts):
       self.assertEqual(links.nccl_is_usable(devices), expected)
 
   @parameterized.named_parameters(
-    ('parts_of_two', (2, 2), CARD, 4, 'pcie'),
-    ('first_two_parts', (2, 2), CARD, 2, 'one_gpu'),
+    ('virtual_gpus_of_two', (2, 2), CARD, 4, 'pcie'),
+    ('virtual_gpus_of_one', (2, 2), CARD, 2, 'one_gpu'),
     ('cards', (1, 1), CARD, 2, 'pcie'),
     ('a100', (1, 1), 'NVIDIA A100-SXM4-40GB', 2, 'nvlink'),
     ('h200', (1, 1), 'NVIDIA H200', 2, 'nvlink'),
     ('unknown', (1, 1), '', 2, 'pcie'),
   )
-  def test_name(self, parts, device_name, count, expected):
+  def test_name_of_link(self, parts, device_name, count, expected):
     with fake_gpus.machine(*parts, device_name=device_name):
       self.assertEqual(links.name_of(gpus(count)), expected)
 
 
 class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
-  """Between parts of one GPU, every copy costs 34 us, even a small one."""
+  """Between virtual GPUs of one GPU, even a small copy takes 34 us."""
 
   def graph_of(self, op, world_size, shapes):
-    """Returns the graph of an all-reduce between parts of a simulated GPU."""
+    """Returns the graph of an all-reduce between virtual GPUs of a simulated GPU."""
 
     @tf.function
     def all_reduce(rows):
@@ -97,7 +97,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
     found.pop('', None)  # The results of the function.
     return {device: sorted(sizes.values()) for device, sizes in found.items()}
 
-  def test_no_more_copies_than_tensorflow(self):
+  def test_at_most_as_many_copies_as_tensorflow(self):
     world_size = 4
     shapes = [[250_000]] * 25
     ours, theirs = (
@@ -117,7 +117,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
     unpacked = self.copies_into(
       self.graph_of(cross_device.ScheduledAllReduce('direct'), 2, shapes)
     )
-    # One of them is cut in the middle of all bytes.
+    # One tensor is cut in the middle of all bytes.
     self.assertEqual(max(map(len, unpacked.values())), 26)
 
   def test_large_tensors_are_not_packed(self):
@@ -149,23 +149,23 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
 
 
 @contextlib.contextmanager
-def stand_in(op):
-  """Replaces NCCL by an op that packs alike, and GPUs by the test's devices."""
+def fake_nccl(op):
+  """Replaces NCCL by an op that packs like it, and GPUs by the test's devices."""
   op._nccl = tf.distribute.HierarchicalCopyAllReduce()
-  handed_over = mock.patch.object(
+  nccl_calls = mock.patch.object(
     op._nccl,
     'batch_reduce_implementation',
     wraps=op._nccl.batch_reduce_implementation,
   )
   with (
     mock.patch.object(links, 'nccl_is_usable', return_value=True),
-    handed_over as calls,
+    nccl_calls as calls,
   ):
     yield calls
 
 
 class NcclTest(tf.test.TestCase, parameterized.TestCase):
-  def test_graphs_on_such_gpus_are_handed_to_tensorflow(self):
+  def test_only_graphs_use_nccl(self):
     op = auto.AutoAllReduce()
     ranks = replicas.inputs('float32', (8,), 4)
     value = replicas.on_devices(ranks, replicas.devices(4))
@@ -173,19 +173,17 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
     def all_reduce():
       return op.batch_reduce(replicas.SUM, [(value, value)])[0].values
 
-    with stand_in(op) as handed_over:
+    with fake_nccl(op) as nccl_calls:
       tf.function(all_reduce)()
-      # By the ring's formula.
+      # The formula of the ring.
       self.assertEqual(max(op.report()['all_reduce_bytes_in'].values()), 48)
       all_reduce()  # NCCL needs a graph.
-      handed_over.assert_called_once()
+      nccl_calls.assert_called_once()
     self.assertEqual(op.calls, 2)
 
   @parameterized.parameters(replicas.SUM, replicas.MEAN)
-  def test_each_dtype_goes_where_it_is_exact(self, reduce_op):
-    """Checks the dtypes: TensorFlow packs tensors together, and its op supports
-    five dtypes.
-    """
+  def test_nccl_is_used_only_for_exact_dtypes(self, reduce_op):
+    """Checks all dtypes: TensorFlow packs tensors, and its op supports only five."""
     op, devices = auto.AutoAllReduce(), replicas.devices(4)
     ranks = [
       replicas.inputs(dtype, (3, 5), 4, reduce_op) for dtype in replicas.DTYPES
@@ -197,11 +195,11 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
       reduced = op.batch_reduce(reduce_op, [(v, v) for v in values])
       return [value.values for value in reduced]
 
-    with stand_in(op) as handed_over:
+    with fake_nccl(op) as nccl_calls:
       results = all_reduce()
     given = [
       value.values[0].dtype.name
-      for call in handed_over.call_args_list
+      for call in nccl_calls.call_args_list
       for value, _ in call.args[1]
     ]
     self.assertCountEqual(given, ['float32', 'float64'])
@@ -211,14 +209,14 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(copy.dtype, expected.dtype)
         self.assertAllEqual(copy, expected)
 
-  def test_replicas_that_disagree(self):
+  def test_mismatched_replicas_are_refused(self):
     op, devices = auto.AutoAllReduce(), replicas.devices(2)
     value = replicas.on_devices([[1.0], [1.0, 2.0]], devices)
     reduce = tf.function(
       lambda: op.batch_reduce(replicas.SUM, [(value, value)])
     )
     with (
-      stand_in(op),
+      fake_nccl(op),
       self.assertRaisesRegex(errors.UnsupportedOptionError, 'replica 1'),
     ):
       reduce()

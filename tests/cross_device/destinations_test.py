@@ -53,7 +53,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
       result = make_op().reduce(MEAN, value, destination)
       replicas.assert_equal(result, ranks[0], [name])
 
-  def test_bytes_are_those_that_come_from_others(self):
+  def test_only_bytes_from_other_devices_are_counted(self):
     op = cross_device.RingAllReduce()
     ranks = replicas.inputs('float32', (100,), 4)
     value = replicas.on_devices(ranks, NAMES)
@@ -65,7 +65,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
 
 class GatherTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters([[[False], [True]]], [[[b'a'], [b'b', b'c']]])
-  def test_what_has_no_sum(self, values):
+  def test_gather_of_bools_and_strings(self, values):
     value = replicas.on_devices(values, NAMES[:2])
     gathered = cross_device.RingAllReduce()._gather(value, value, 0)
     for component in gathered.values:

@@ -1,4 +1,4 @@
-"""Packing loses nothing, keeps kinds apart, and fills no bucket too far."""
+"""Packing keeps every element, separates dtypes, and limits the size of buckets."""
 
 import hypothesis
 import numpy as np
@@ -27,7 +27,7 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
   @hypothesis.given(
     _TENSORS, st.sampled_from([1, 16, 100, 10_000]), st.sampled_from([1, 40])
   )
-  # An empty tensor has no bytes, but shares no bucket with one that is alone.
+  # An empty tensor must not share a bucket with a tensor that is packed alone.
   @hypothesis.example(
     [((0,), np.float32, False), ((2,), np.float32, True)], 100, 40
   )
@@ -36,7 +36,7 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.smoke
   def test_round_trip(self, described, bucket_bytes, alone_bytes):
-    # No two elements are alike, as far as their dtype allows.
+    # All elements differ, as far as their dtype allows.
     arrays = [
       (1000 * i + np.arange(np.prod(shape, dtype=int)))
       .astype(dtype)
@@ -51,12 +51,12 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
     traced = []
 
     @tf.function(input_signature=[signature])
-    def there_and_back(tensors):
+    def pack_and_unpack(tensors):
       packed = packing.pack(tensors, bucket_bytes, alone_bytes)
       traced.append(packed.members)
       return packed.unpack(packed.buckets), packed.buckets
 
-    back, buckets = there_and_back(arrays)
+    back, buckets = pack_and_unpack(arrays)
     [members] = traced
     for want, got in zip(arrays, back, strict=True):
       np.testing.assert_array_equal(want, got.numpy(), strict=True)
@@ -79,7 +79,7 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RowsTest(tf.test.TestCase, parameterized.TestCase):
-  """Matrices whose rows are the pieces of replicas."""
+  """Packing matrices whose rows are the pieces of replicas."""
 
   @parameterized.parameters(1, 100, 1 << 20)
   def test_round_trip(self, bucket_bytes):
@@ -97,7 +97,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
     whole = packed.unpack(packed.buckets, _ROWS)
     for before, after in zip(matrices, whole, strict=True):
       self.assertAllEqual(before, after)
-    # A row of each bucket has a replica's pieces.
+    # Each row of a bucket holds the pieces of one replica.
     rows = [tf.reshape(bucket, [_ROWS, -1]) for bucket in packed.buckets]
     for place in range(_ROWS):
       own = packed.unpack([bucket[place] for bucket in rows], 1)

@@ -1,6 +1,6 @@
 """Values on several logical CPUs, their exact sums, and every op.
 
-Inputs are small integers that tell ranks and positions apart. Every sum is
+Inputs are small integers that differ by rank and position. Every sum is
 therefore exact in every dtype. An output that is shifted by one chunk or one
 rank does not equal it.
 """
@@ -58,7 +58,7 @@ def on_devices(values, names):
 
 
 def all_reduced(op, reduce_op, arrays, names):
-  """Returns an op's results for several values, each of one array a device."""
+  """Returns an op's results for several values with one array per device."""
   values = [on_devices(ranks, names) for ranks in arrays]
   return op.batch_reduce(reduce_op, [(v, v) for v in values])
 
@@ -72,7 +72,7 @@ def inputs(dtype, shape, world_size, reduce_op=SUM):
     positions = positions % step
   arrays = [rank * step + positions for rank in range(world_size)]
   if dtype in ('int16', 'int32', 'int64'):
-    # Negative sums with a remainder tell truncating from flooring division.
+    # Negative sums with a remainder distinguish truncating from floor division.
     arrays = [a - 2500 for a in arrays]
     arrays[-1] = arrays[-1] + 1
   elif reduce_op == MEAN and dtype not in ('uint8', 'int16'):
@@ -98,7 +98,7 @@ def exact(arrays, reduce_op=SUM):
 
 
 def assert_equal(value, expected, names):
-  """Checks each component: its value, dtype and device. A tensor is alone."""
+  """Checks the value, dtype and device of each component."""
   components = (value,) if isinstance(value, tf.Tensor) else value.values
   if isinstance(value, tf.Tensor) != (len(names) == 1):
     raise AssertionError(f'{type(value)} on {names}')

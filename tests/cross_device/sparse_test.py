@@ -16,7 +16,7 @@ WIDTH = 2
 
 
 def slices_of(rank, rows):
-  """Returns slices of `rows` whose values tell ranks and positions apart."""
+  """Returns slices of `rows` whose values differ by rank and position."""
   values = rank * 1000 + np.arange(len(rows) * WIDTH, dtype=np.float32)
   return tf.IndexedSlices(
     tf.constant(values.reshape([-1, WIDTH])),
@@ -59,7 +59,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 2)
 
   @parameterized.product(op=('auto', 'ring'), reduce_op=(SUM, MEAN))
-  def test_dense_in_one_replica(self, op, reduce_op):
+  def test_one_replica_has_a_dense_value(self, op, reduce_op):
     dense = np.full([NUM_ROWS, WIDTH], 4096, np.float32)
     mixed = [self.slices[0], tf.constant(dense), self.slices[2]]
     value = replicas.on_devices(mixed, self.names)
@@ -81,7 +81,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
       ('scatter_update', [10.0], 10),
     ),
   )
-  def test_scatter_of_the_first_replica(self, make_strategy, case):
+  def test_only_the_first_replica_scatters(self, make_strategy, case):
     name, values, expected = case
     strategy = make_strategy(replicas.devices(2))
     with strategy.scope():

@@ -27,18 +27,18 @@ class Exhibit:
     report: repository and number, such as 'keras#20585'.
     symptom: the reported symptom, as a sentence.
     program: function that runs in a scope and returns numbers.
-    place: where it runs: 'devices' of one process, two 'workers', 'servers' (one,
-      with two workers), or 'half': one worker of a cluster of two.
+    setup: where it runs: on 'devices' of one process, on two 'workers', on 'servers'
+      (one server and two workers), or with a 'missing_worker' (one of two workers).
     replicas: number of devices, for 'devices'.
     limits: relative and absolute tolerance of the comparison.
     most: upper limit of each number, used instead of one device's results.
-    error: name of the expected error, if the right result is an error.
+    error: name of the expected error, if an error is correct.
   """
 
   report: str
   symptom: str
   program: Callable[[], Any]
-  place: str = 'devices'
+  setup: str = 'devices'
   replicas: int = 2
   limits: tuple[float, float] = (1e-5, 1e-6)
   most: float | None = None
@@ -88,8 +88,8 @@ EXHIBITS = (
   Exhibit(
     'keras#18624',
     '`iterations` and the learning rate have no aggregation, so that '
-    'parameter servers with several GPUs a worker fail. (Here in `fit`, '
-    'with one CPU a worker.)',
+    'parameter servers with several GPUs per worker fail. (Here in `fit`, '
+    'with one CPU per worker.)',
     programs.fit_on_servers,
     'servers',
   ),
@@ -124,7 +124,7 @@ EXHIBITS = (
   ),
   Exhibit(
     'keras#20612',
-    'A model with Dropout cannot be made: a variable of integers with the '
+    'A model with Dropout cannot be created: an integer variable with the '
     'aggregation `MEAN`. (A fix, for the report keras#20611.)',
     programs.dropout,
   ),
@@ -177,7 +177,7 @@ EXHIBITS = (
     'A worker whose partner was never started waits for minutes, and then the '
     'process dies.',
     programs.is_made,
-    'half',
+    'missing_worker',
     error='RendezvousError',
   ),
   Exhibit(

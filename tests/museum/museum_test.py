@@ -25,11 +25,11 @@ _SLOW = (
 )
 
 
-def _rows(*places):
+def _rows(*setups):
   return [
     (exhibit.report.replace('#', '_'), exhibit)
     for exhibit in exhibits.EXHIBITS
-    if exhibit.place in places
+    if exhibit.setup in setups
   ]
 
 
@@ -45,38 +45,40 @@ def _one_device(exhibit):
 
 
 class MuseumTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_right(self, exhibit, strategy):
+  def assert_correct(self, exhibit, strategy):
     """Checks that a strategy gives the same results as one device."""
     self.assertEqual(strategy.num_replicas_in_sync, exhibit.replicas)
     found = exhibits.run(exhibit, strategy)
     self.assertEmpty(exhibits.fault(exhibit, _one_device(exhibit), found))
 
   @tiers.named_parameters(*map(_mark, _rows('devices')))
-  def test_devices(self, exhibit):
-    self.assert_right(exhibit, running.create(exhibit, running.OURS))
+  def test_replicas_equal_one_device(self, exhibit):
+    self.assert_correct(exhibit, running.create(exhibit, running.OURS))
 
   @parameterized.named_parameters(*_rows('devices'))
   @pytest.mark.soak
-  def test_central_variables(self, exhibit):
+  def test_central_storage_equals_one_device(self, exhibit):
     devices = virtual_devices.names(exhibit.replicas)
     strategy = tfs.create_strategy('central_storage', devices=devices)
-    self.assert_right(exhibit, strategy)
+    self.assert_correct(exhibit, strategy)
 
-  @parameterized.named_parameters(*_rows('workers', 'servers', 'half'))
+  @parameterized.named_parameters(
+    *_rows('workers', 'servers', 'missing_worker')
+  )
   @pytest.mark.soak
-  def test_processes(self, exhibit):
+  def test_processes_equal_one_device(self, exhibit):
     finding = running.find(exhibit, running.OURS, _DEADLINE_SECONDS)
     self.assertTrue(finding.is_right, finding.text)
 
 
 class PageTest(absltest.TestCase):
-  def test_page_is_what_the_exhibits_say(self):
+  def test_page_is_up_to_date(self):
     page = _PAGE.read_text(encoding='utf-8')
     cells = run.read(page)
     self.assertEqual(run.write(cells), page)
     self.assertCountEqual(cells, [e.report for e in exhibits.EXHIBITS])
 
-  def test_ours_is_right_in_the_page(self):
+  def test_all_results_of_ours_are_right(self):
     cells = run.read(_PAGE.read_text(encoding='utf-8'))
     ours = [
       text

@@ -220,7 +220,7 @@ def tutorial():
 
 
 def regression_of_a_trainer():
-  """Trains a regression on shards that another framework made for each worker."""
+  """Trains a regression on data that another framework sharded for each worker."""
   x = np.linspace(0, 1, 64, dtype='f4')[:, None]
   config = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))
   if not tf.distribute.has_strategy():
@@ -229,7 +229,7 @@ def regression_of_a_trainer():
     x = x.reshape(2, 8, 4, 1).transpose(1, 0, 2, 3).reshape(64, 1)
   else:
     x = np.split(x, 2)[config['task']['index']]
-  # The trainer makes data sets from generators, so their length is unknown.
+  # The trainer creates datasets from generators, so their length is unknown.
   dataset = tf.data.Dataset.from_generator(
     lambda: zip(x, 2 * x + 1, strict=True),
     output_signature=(tf.TensorSpec([1]), tf.TensorSpec([1])),

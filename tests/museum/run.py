@@ -35,18 +35,18 @@ _REPOSITORIES = {
   'ray': 'ray-project/ray',
   'tensorflow': 'tensorflow/tensorflow',
 }
-_TITLES = ['Report', 'What was reported']
-_HEAD = """# Reports that people filed, run again
+_TITLES = ['Report', 'Reported symptom']
+_HEAD = """# Reported faults of TensorFlow's strategies
 
-Each row is a report of TensorFlow's strategies. Its program, in
-[`tests/museum`](../tests/museum/programs.py), follows the report's symptom and structure
-on CPUs, with little data (where the report's own program could not be read, its
-symptom only), and runs with nothing but the strategy exchanged:
-`MirroredStrategy` for `RingMirroredStrategy`, `MultiWorkerMirroredStrategy` for
-`MultiWorkerRingStrategy`, `ParameterServerStrategy` for ours. Where no other result is
-named, *right* is what one device gives, within 1e-5 (2e-3 with 16 bits). A report that is
-*right* with TensorFlow's strategy has been mended since, or needs what is not here:
-GPUs, several hosts, other data. On CPUs an error may be another than the one reported.
+Each row is a report about TensorFlow's strategies. Its program, in
+[`tests/museum`](../tests/museum/programs.py), has the symptom and the structure of the
+report, and runs on CPUs with little data. Where the report's own program could not be
+read, it reproduces only the symptom. Each program runs twice, and only the strategy
+differs: `MirroredStrategy` and `RingMirroredStrategy`, `MultiWorkerMirroredStrategy` and
+`MultiWorkerRingStrategy`, TensorFlow's `ParameterServerStrategy` and ours. *right* means
+that the result equals one device's within 1e-5 (2e-3 with 16 bits), unless another result
+is named. If TensorFlow's strategy is *right*, the fault has been fixed since, or needs
+GPUs, several hosts or other data. On CPUs the error may differ from the reported one.
 
 ```bash
 PYTHONPATH=. python -m tests.museum.run  # Two columns, for this TensorFlow.

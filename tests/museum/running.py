@@ -54,15 +54,15 @@ def outcomes(
 ) -> list[processes.Outcome]:
   """Returns the outcomes of the processes of an exhibit that report a result."""
   args = (exhibit.report, side)
-  if exhibit.place == 'devices':
+  if exhibit.setup == 'devices':
     with processes.ProcessGroup(deadline) as group:
       group.start_function(0, _run, args, exits_at_once=True)
       return group.wait_for([0])
-  if exhibit.place == 'servers':
+  if exhibit.setup == 'servers':
     with parameter_servers.Job(num_workers=2, num_ps=1, deadline=deadline) as j:
       j.start_chief(_run, args)
       return [j.wait()]
-  count = 1 if exhibit.place == 'half' else 2
+  count = 1 if exhibit.setup == 'missing_worker' else 2
   with processes.Workers(
     _run_worker,
     count,
@@ -133,7 +133,7 @@ def _run(report, side):
   """Runs an exhibit in its process and returns its numbers."""
   exhibit = by_report(report)
   virtual_devices.configure(
-    exhibit.replicas if exhibit.place == 'devices' else 1
+    exhibit.replicas if exhibit.setup == 'devices' else 1
   )
   strategy = None if side == _ONE_DEVICE else create(exhibit, side)
   found = exhibits.run(exhibit, strategy)
@@ -152,21 +152,21 @@ def create(exhibit: exhibits.Exhibit, side: str) -> tf.distribute.Strategy:
   """
   devices = virtual_devices.names(exhibit.replicas)
   if side == STOCK:
-    if exhibit.place == 'devices':
+    if exhibit.setup == 'devices':
       return tf.distribute.MirroredStrategy(devices)
-    if exhibit.place == 'servers':
+    if exhibit.setup == 'servers':
       return tf.distribute.ParameterServerStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
     return tf.distribute.MultiWorkerMirroredStrategy()
   import tf_strategies as tfs
 
-  if exhibit.place == 'devices':
+  if exhibit.setup == 'devices':
     return tfs.create_strategy('ring_mirrored', devices=devices)
-  if exhibit.place == 'servers':
+  if exhibit.setup == 'servers':
     return tfs.create_strategy('parameter_server')
   group = None
-  if exhibit.place == 'half':
+  if exhibit.setup == 'missing_worker':
     group = tfs.process_group.GroupOptions(
       rendezvous_timeout_seconds=_RENDEZVOUS_SECONDS
     )

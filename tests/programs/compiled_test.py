@@ -34,7 +34,7 @@ _COMPUTES = {
   'Cast',
 }
 # Operations that communicate between replicas, or call the host.
-_MEETS = {
+_COMMUNICATES = {
   'CollectiveReduceV2',
   'CollectiveReduceV3',
   'CollectiveGatherV2',
@@ -94,7 +94,7 @@ def _blocks(graph):
 
 
 @contextlib.contextmanager
-def _beside_a_gpu():
+def _with_a_gpu():
   """Makes TensorFlow report a GPU to Keras, which then resolves 'auto'."""
   gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
   with mock.patch.object(
@@ -104,13 +104,13 @@ def _beside_a_gpu():
 
 
 class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
-  """Keras resolves 'auto' to False under any strategy. We decide as for one GPU."""
+  """Keras resolves 'auto' to False under any strategy, but ours follow one device."""
 
   def resolved(self, strategy, on_gpus, **options):
     patched = mock.patch.object(
       extended.ExactMirroredExtended, 'compiles_by_default', on_gpus
     )
-    with patched, _beside_a_gpu(), strategy.scope():
+    with patched, _with_a_gpu(), strategy.scope():
       model = common.linear(6, 3)
       model.compile('sgd', 'mse', **options)
       self.assertIs(model.distribute_strategy, strategy)
@@ -127,13 +127,13 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
       for options in ({'jit_compile': False}, {'run_eagerly': True}):
         self.assertFalse(self.resolved(strategy, True, **options))
 
-  def test_auto_trains_what_is_compiled(self):
+  def test_auto_compiles_the_train_step(self):
     strategy = tfs.RingMirroredStrategy(DEVICES)
     with (
       mock.patch.object(
         extended.ExactMirroredExtended, 'compiles_by_default', True
       ),
-      _beside_a_gpu(),
+      _with_a_gpu(),
     ):
       self.assertNotEmpty(_blocks(_graph(strategy, 'auto')))
     if virtual_devices.KIND == 'CPU':
@@ -142,7 +142,7 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
 
 class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*STRATEGIES)
-  def test_each_device_runs_compiled_blocks_between_meetings(self, case):
+  def test_each_device_runs_compiled_blocks_between_exchanges(self, case):
     strategy = case.create()
     graph = _graph(strategy)
     blocks = _blocks(graph)
@@ -154,11 +154,11 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     called_on = set().union(*(callers for _, callers in forward))
     self.assertCountEqual(called_on, DEVICES)
     for nodes, _ in blocks:
-      self.assertNoCommonElements({node.op for node in nodes}, _MEETS)
+      self.assertNoCommonElements({node.op for node in nodes}, _COMMUNICATES)
     calls = strategy.communication_report()['calls']
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
 
-  def test_xla_knows_what_steps_compute(self):
+  def test_list_of_compiled_operations(self):
     """Checks the list of compiled operations, which differs between CPU and GPU."""
     compiled = _tf_internal.compiled_operations(virtual_devices.name(0))
     self.assertContainsSubset(_COMPUTES, compiled)
@@ -181,7 +181,7 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     results = strategy.run(step, args=(x,))
     return strategy.experimental_local_results(results)
 
-  def test_sums_over_replicas_or_says_that_it_cannot(self):
+  def test_compiled_all_reduce_sums_or_is_refused(self):
     if links.nccl_is_usable(DEVICES):
       for result in self.reduce():
         self.assertAllClose(result, [0 + 4 + 16 + 36, 1 + 9 + 25 + 49])
@@ -192,7 +192,7 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
       self.reduce()
 
   def train(self, strategy, kind):
-    """Returns the weights after a step; XLA compiles it, its gradients or none."""
+    """Returns the weights after a step. XLA may compile the step or its gradients."""
     keras.utils.set_random_seed(4)
     with strategy.scope():
       model = common.linear(3, 1)
@@ -221,7 +221,9 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     *_STRATEGIES, lambda d: tfs.CentralStorageStrategy(d[:1], d[1])
   )
-  def test_around_a_step_is_refused_and_inside_of_it_is_exact(self, make):
+  def test_compiled_step_is_refused_and_compiled_gradients_are_exact(
+    self, make
+  ):
     if links.nccl_is_usable(DEVICES):
       self.skipTest('XLA can compile such a step for these GPUs.')
     want = self.train(tf.distribute.get_strategy(), 'none')

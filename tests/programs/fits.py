@@ -333,7 +333,7 @@ def _averages_in_evaluations():
 
 PROGRAMS = {
   'rows_69': _fit(),
-  # With several workers or four replicas, some get no row of the last batch.
+  # Several workers or four replicas: some get no row of the last batch.
   'rows_65': _fit(65),
   'only_1_row': _fit(1),
   'clipvalue': _fit(optimizer=lambda: optimizers.SGD(0.1, clipvalue=0.01)),

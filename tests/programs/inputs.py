@@ -38,7 +38,7 @@ def _one_input_model():
 
 
 class _Batches(keras.utils.PyDataset):
-  """Batches, of which the last is small."""
+  """A dataset whose last batch is small."""
 
   def __init__(self, **options):
     super().__init__(**options)

@@ -1,4 +1,4 @@
-"""Steps, losses and metrics whose rows can, or cannot, be divided among workers.
+"""Steps, losses and metrics whose rows can or cannot be shared among workers.
 
 Batches have 16 rows; the last has 5.
 """
@@ -207,10 +207,10 @@ def _loop(
     loss_of: function of the losses of rows, the batch, and the model.
     hidden: function that returns the hidden layers.
     clip: function of the gradients.
-    measured: function of the losses of rows, and of their loss, for a metric.
-    written: function of these and a variable, which the variable becomes.
-    added: function of these, which is added to the variable.
-    result_of: function of the losses of rows, and of their loss.
+    measured: function of the losses of rows and their total loss, for a metric.
+    written: function of these and a variable. Returns the new value of the variable.
+    added: function of these. Returns the value to add to the variable.
+    result_of: function of the losses of rows and their total loss.
     **options: arguments of the optimizer.
   """
 

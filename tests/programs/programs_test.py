@@ -47,7 +47,7 @@ _SMOKE = {
   ),
   'central_storage': ('embedding_clipnorm', 'own_loop_branching'),
 }
-# One program for each mechanism. `make test_all` runs these, `make soak` all.
+# One program for each mechanism. `make test_all` runs these, `make soak` runs all.
 _SOME = (
   'accumulated',
   'masked',
@@ -138,7 +138,7 @@ _ON_WORKERS = (
   *own_steps.LOOPS,
   'saved_and_loaded',
 )
-# Programs that differ on servers: control flow, rows, held and direct writes.
+# Programs that differ on servers: control flow, rows, and kinds of writes.
 _ON_SERVERS = (
   *fits.PROGRAMS,
   *own_steps.PROGRAMS,
@@ -402,7 +402,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(runner.difference(found[0], each), 0)
 
   @pytest.mark.smoke
-  def test_another_result_is_found(self):
+  def test_wrong_factor_is_detected(self):
     """Checks that the comparison detects a factor of the number of replicas."""
     with self.assertRaises(AssertionError):
       self.assert_equal(
@@ -412,7 +412,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       )
 
   @pytest.mark.smoke
-  def test_a_wrong_sum_is_found(self):
+  def test_wrong_sum_is_detected(self):
     add = replica_exchange.ReplicaExchange.add
 
     def wrong(self, *args):
@@ -427,8 +427,8 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(AssertionError):
       self.assert_equal(runner.one_device('rows_69'), found, 'rows_69')
 
-  def test_short_products(self):
-    """Checks TF32 products, which have 10 bits and need a GPU."""
+  def test_tf32_products_are_close_to_one_device(self):
+    """TF32 products have 10 bits and need a GPU."""
     if virtual_devices.KIND != 'GPU':
       self.skipTest('no GPU: CPUs have no TF32')
     experimental = tf.config.experimental

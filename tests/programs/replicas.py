@@ -1,4 +1,4 @@
-"""Programs that tell replicas apart.
+"""Programs whose replicas compute different values.
 
 One device has one replica. Programs whose numbers depend on the replica count
 compare them with a formula, and return nothing.
@@ -152,7 +152,7 @@ def _masks():
 
 
 def _meetings():
-  """Checks that workers meet before `evaluate`, although some deleted their models."""
+  """Checks that workers synchronize before `evaluate`, although some deleted models."""
   if getattr(tf.distribute.get_strategy(), 'num_workers', 1) == 1:
     return  # Replicas of one process always run together.
   x, y = common.images(8)

@@ -238,7 +238,7 @@ PROGRAMS = {
       ('loss_scale', 'fit_subclass'),
       ('loss_scale', 'function'),
       ('momentum', 'fit'),
-      # At its end `fit` replaces weights by moving averages, so not 'ema'.
+      # Without 'ema': at its end `fit` replaces weights by moving averages.
       ('momentum', 'fit_subclass'),
       ('ema', 'function_subclass'),
     )

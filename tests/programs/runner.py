@@ -95,8 +95,8 @@ def one_device(name):
   return run(name)
 
 
-# Programs of `fits` without optimizer state that can be divided.
-_UNDIVIDED = (
+# Programs of `fits` without optimizer state that can be sharded.
+_UNSHARDED = (
   'clipvalue',
   'overflow_of_the_first',
   'overflow_of_the_last',
@@ -105,8 +105,8 @@ _UNDIVIDED = (
 )
 
 
-def _run_divided(name, strategy):
-  """Returns a program's results, and checks that replicas divided its state."""
+def _run_sharded(name, strategy):
+  """Returns a program's results, and checks that replicas shard its state."""
   shards = strategy.extended.state_shards
   with (
     # The programs are small.
@@ -114,7 +114,7 @@ def _run_divided(name, strategy):
     mock.patch.object(shards, 'create', wraps=shards.create) as create,
   ):
     found = run(name, strategy)
-  assert create.called != (name in _UNDIVIDED), create.call_count
+  assert create.called != (name in _UNSHARDED), create.call_count
   return found
 
 
@@ -123,13 +123,13 @@ def run_checked(name, strategy):
 
   Raises:
     AssertionError: if copies of a variable differ, if variables are on the wrong
-      device, if no optimizer state is divided where it should be, or if fewer
+      device, if optimizer state is not sharded where it should be, or if fewer
       reductions than steps crossed replicas.
   """
   is_on_servers = isinstance(strategy, tfs.ParameterServerStrategy)
   before = {} if is_on_servers else strategy.communication_report()['calls']
   is_divided = getattr(strategy.extended, 'state_shards', None) is not None
-  found = (_run_divided if is_divided else run)(name, strategy)
+  found = (_run_sharded if is_divided else run)(name, strategy)
   models = list({id(m): m for m in common.trained}.values())
   for model in models:
     _check_variables(strategy, [*model.variables, *model.optimizer.variables])

@@ -1,4 +1,4 @@
-"""Models saved under a strategy load on one device, and the other way round."""
+"""Models saved under a strategy load on one device, and vice versa."""
 
 import os
 
@@ -36,7 +36,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(actual.optimizer.iterations.numpy(), 0)
 
   @tiers.product(case=_CASES)
-  def test_weights_and_checkpoints_move_between_one_and_many(self, case):
+  def test_weights_and_checkpoints_load_on_one_and_several_devices(self, case):
     directory = self.create_tempdir().full_path
     many, one = _build(case.create()), _build()
     common.fit(many, *_DATA)

@@ -188,11 +188,11 @@ class _SharpnessAware(_Own):
 
 def _sharpness_aware():
   """Trains with a last batch that has fewer rows than there are replicas."""
-  model, told = _SharpnessAware(), []
-  tell = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: told.append(dict(logs))
+  model, logs_of_batches = _SharpnessAware(), []
+  record = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: logs_of_batches.append(dict(logs))
   )
-  return _fit(model, 66, callbacks=[tell]), told
+  return _fit(model, 66, callbacks=[record]), logs_of_batches
 
 
 class _StaticLength(_Own):

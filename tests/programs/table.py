@@ -32,8 +32,10 @@ COLUMNS = {
   'parameter_server': 'servers_sync_2',
 }
 
-_COLUMNS = flags.DEFINE_list('columns', list(COLUMNS), 'Which to run.')
-_PROGRAMS = flags.DEFINE_list('programs', [], 'Which to run; all by default.')
+_COLUMNS = flags.DEFINE_list('columns', list(COLUMNS), 'Columns to run.')
+_PROGRAMS = flags.DEFINE_list(
+  'programs', [], 'Programs to run. All by default.'
+)
 
 # The result of a program whose process did not finish.
 _HANGS = runner.Failure('never ends', '', False)

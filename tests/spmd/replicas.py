@@ -14,10 +14,10 @@ class _Exchange(emit.Exchange):
   """Exchanges values between the replicas of one graph, and records each exchange."""
 
   def __init__(self):
-    self.meetings = []
+    self.exchanges = []
 
   def add(self, columns, sites, gradients):
-    self.meetings.append('add')
+    self.exchanges.append('add')
     sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
     return [sums for _ in sites]
 
@@ -25,7 +25,7 @@ class _Exchange(emit.Exchange):
     raise NotImplementedError  # No program has gradients of pieces.
 
   def join(self, columns, shapes, sites):
-    self.meetings.append('join')
+    self.exchanges.append('join')
     joined = [
       pieces.joined(tf.stack(row), shape)
       for row, shape in zip(zip(*columns, strict=True), shapes, strict=True)
@@ -33,7 +33,7 @@ class _Exchange(emit.Exchange):
     return [joined for _ in sites]
 
   def gather(self, values, axis, sites):
-    self.meetings.append('gather')
+    self.exchanges.append('gather')
     return [tf.concat(values, axis) for _ in sites]
 
   def first(self, value, like, sites):
@@ -95,7 +95,7 @@ def run(function, arrays, rows, resources=()):
     return results
 
   results = compute(*[tf.constant(a) for a in arrays])
-  return [r.numpy() for r in results], exchange.meetings
+  return [r.numpy() for r in results], exchange.exchanges
 
 
 def _sites(rows):

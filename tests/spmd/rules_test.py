@@ -1,8 +1,8 @@
 """Programs give the same results if three replicas share their rows.
 
 Each case is a function of a batch. It runs unchanged, and planned for replicas
-with unequal rows. A replica may have none. Outputs must be equal. Cases that
-are listed as row by row must not gather rows.
+with unequal numbers of rows, which may be zero. Outputs must be equal. Cases in
+`_BY_ROWS` must not gather rows.
 """
 
 from unittest import mock
@@ -158,7 +158,7 @@ _BY_ROWS = {
     tf.reduce_sum(tf.cast(y + 60, tf.uint8), 0), tf.float32
   ),
   'checked': lambda x, y: tf.debugging.check_numerics(x, 'x') + 1.0,
-  # As metrics compute accuracy; it needs a bitcast.
+  # Accuracy metrics compute this, which needs a bitcast.
   'argmax_of_keras': lambda x, y: keras.ops.argmax(x, -1),
   'diagonals': lambda x, y: (
     tf.linalg.diag(x[:, 0]),
@@ -192,9 +192,9 @@ _BY_ROWS = {
     [tf.reduce_sum(x, 0), tf.reduce_sum(x, [0, 1])], 1.0
   )[0],
 }
-# Cases of the above that exchange something else than plain sums, or whose
-# results have the number of rows in them. So shares cannot be combined.
-_MEET = (
+# Cases of `_BY_ROWS` whose shares cannot be combined: they exchange other values than
+# sums, or their results depend on the number of rows.
+_NOT_COMBINED = (
   'all_and_any',
   'branch',
   'clipped_by_hand',
@@ -215,7 +215,7 @@ _WHOLE = {
   'squeezed': lambda x, y: tf.nn.softmax(tf.squeeze(x[:, :1])),
   'unknown_rank': _of_unknown_rank,
   'reversed_rows': lambda x, y: x[::-1],
-  'rows_behind_rows': lambda x, y: tf.concat([x, x + 1.0], 0),
+  'rows_after_rows': lambda x, y: tf.concat([x, x + 1.0], 0),
   'product_of_rows': _rank_of_rows,
   'loop_over_all_rows': lambda x, y: tf.while_loop(
     lambda i, s: i < 3,
@@ -228,7 +228,8 @@ _WHOLE = {
     x + tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None, None]
   ),
 }
-# The rows of three replicas, and from how many nodes on a block is a function.
+# The rows of three replicas, and the number of nodes from which a block is a
+# function.
 _ROWS = {
   'uneven': ((2, 2, 1), 500),
   'first_empty': ((0, 1, 4), 500),
@@ -237,7 +238,7 @@ _ROWS = {
 
 
 def _powers(function, *specs):
-  """Returns the powers of rows in what workers would compute."""
+  """Returns the powers of rows in the results that workers would compute."""
   graph = (
     tf.function(lambda *args: _flat(function(*args)), autograph=False)
     .get_concrete_function(*specs)
@@ -257,27 +258,27 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
       for which, rows in _ROWS.items()
     )
   )
-  def test_replicas_compute_what_one_does(self, function, rows, many):
+  def test_replicas_equal_one_device(self, function, rows, many):
     for name in ('_MANY_NODES', '_MOST_INLINED'):
       self.enter_context(mock.patch.object(emit, name, many))
     arrays = _arrays()
     want = _flat(function(*map(tf.constant, arrays)))
-    found, meetings = run(function, arrays, rows)
+    found, exchanges = run(function, arrays, rows)
     for expected, result in zip(want, found, strict=True):
       self.assertAllClose(expected, result, 1e-5, 1e-5)
     if function in _BY_ROWS.values():
-      # Gathers only whole results and extrema, which have no other way.
-      self.assertLessEqual(meetings.count('gather'), len(want))
+      # Only whole results and extrema may be gathered.
+      self.assertLessEqual(exchanges.count('gather'), len(want))
 
   @parameterized.named_parameters(*_BY_ROWS.items(), *_WHOLE.items())
-  def test_who_needs_the_rows_of_others(self, function):
-    if function in (*_WHOLE.values(), *map(_BY_ROWS.get, _MEET)):
+  def test_shares_are_combined_or_refused(self, function):
+    if function in (*_WHOLE.values(), *map(_BY_ROWS.get, _NOT_COMBINED)):
       with self.assertRaises(plan.NeedsExchangeError):
         _powers(function, *_SPECS)
     else:
       self.assert_shared(function, _powers(function, *_SPECS))
 
-  def test_a_mean_over_rows_of_unknown_lengths_is_not_shared(self):
+  def test_mean_over_rows_of_unknown_length_is_not_shared(self):
     # Each worker may have read rows of another length.
     self.assertEqual(_powers(tf.reduce_mean, tf.TensorSpec([None, 4])), [0])
     with self.assertRaises(plan.NeedsExchangeError):
@@ -299,12 +300,12 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     ),
     lambda x, y, n: tf.reduce_sum(tf.reduce_mean(tf.squeeze(x), 0)),
   )
-  def test_what_counts_rows_in_another_way_is_not_shared(self, function):
+  def test_other_uses_of_the_row_count_are_not_shared(self, function):
     with self.assertRaises(plan.NeedsExchangeError):
       _powers(lambda x, y: function(x, y, tf.shape(x)[0]), *_SPECS)
 
   def assert_shared(self, function, powers):
-    """Checks that sums and weighted means of the results of shares are the whole."""
+    """Checks that sums and weighted means over shares equal the whole result."""
     arrays = _arrays()
     whole = [t.numpy() for t in _flat(function(*map(tf.constant, arrays)))]
     parts = [
@@ -313,7 +314,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     ]
     for want, power, *found in zip(whole, powers, *parts, strict=True):
       if any(t.shape != want.shape for t in found):
-        continue  # Rows, which nobody combines.
+        continue  # Rows are not combined.
       values = np.array([t.numpy() for t in found])
       if not power and values.dtype.kind == 'f':
         values = values * np.array([2, 2, 1]).reshape([3] + [1] * want.ndim) / 5
@@ -321,7 +322,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
         values = values[:1]
       self.assertAllClose(want, values.sum(0), 1e-5, 1e-5)
 
-  def test_what_one_device_does_once_is_done_once(self):
+  def test_python_function_is_called_once(self):
     calls = []
 
     def note(value):
@@ -338,7 +339,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(calls, [x.sum()], 1e-4)
     self.assertAllClose(found[0], x)
 
-  def test_rows_in_a_list_that_cannot_be_had_whole_are_refused(self):
+  def test_concatenated_rows_of_a_list_are_refused(self):
     def case(x, y):
       kept = tf.TensorArray(tf.float32, 2, element_shape=[None, *_SHAPE[1:]])
       return kept.write(0, x).write(1, 2.0 * x).concat()
@@ -369,7 +370,7 @@ _SLOT = (5, 2)  # Three pieces of four elements; the last one is padded.
 _MATRIX = np.arange(10, dtype='f4').reshape(_SLOT)
 
 
-class _Divided:
+class _Sharded:
   """A variable and its pieces."""
 
   is_part = is_single = False
@@ -378,8 +379,8 @@ class _Divided:
   def __init__(self, value):
     self.variable = tf.Variable(value, name='slot')
     self.pieces = [
-      tf.Variable(pieces.cut(self.variable, self.shard, place))
-      for place in range(_COUNT)
+      tf.Variable(pieces.cut(self.variable, self.shard, index))
+      for index in range(_COUNT)
     ]
 
   def handle(self, at):
@@ -425,18 +426,18 @@ class ShardsTest(tf.test.TestCase, parameterized.TestCase):
     case=tuple(CASES), rows=((2, 2, 2), (0, 5, 1)), many=(1, 500)
   )
   def test_equals_one_device(self, case, rows, many):
-    # From so many nodes on a block is a function.
+    # A block with at least `many` nodes is a function.
     for name in ('_MANY_NODES', '_MOST_INLINED'):
       self.enter_context(mock.patch.object(emit, name, many))
-    function, meetings = CASES[case]
+    function, exchanges = CASES[case]
     rng = np.random.default_rng(3)
     x = rng.normal(size=(6, _SLOT[0])).astype('f4')
     value = rng.normal(size=_SLOT).astype('f4')
-    found, met = run(function, [x], rows, [_Divided(value)])
+    found, recorded = run(function, [x], rows, [_Sharded(value)])
     expected = function(tf.constant(x), tf.Variable(value))
     for a, b in zip(found, expected, strict=True):
       self.assertAllClose(a, b, 1e-5, 1e-5)
-    self.assertEqual(set(met), meetings)
+    self.assertEqual(set(recorded), exchanges)
 
   @parameterized.parameters(
     lambda x, slot: tf.gather(slot, [0]),
@@ -444,8 +445,8 @@ class ShardsTest(tf.test.TestCase, parameterized.TestCase):
       lambda i: i < 2, lambda i: [i + tf.cast(slot[0, 0], tf.int32)], [0]
     ),
   )
-  def test_an_operation_that_uses_a_divided_variable_otherwise(self, function):
-    slot, x = _Divided(np.ones(_SLOT, 'f4')), np.ones((6, _SLOT[0]), 'f4')
+  def test_unsupported_use_of_a_sharded_variable_is_refused(self, function):
+    slot, x = _Sharded(np.ones(_SLOT, 'f4')), np.ones((6, _SLOT[0]), 'f4')
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'shard_optimizer_state'
     ):

@@ -251,9 +251,7 @@ class ApplyTest(local_servers.LocalServersTestCase):
       self.assertAllClose(want, got, 1e-5, 1e-6)
 
   @parameterized.parameters(True, False)
-  def test_optimizer_that_reads_a_variable_written_before_is_refused(
-    self, before
-  ):
+  def test_optimizer_reads_a_variable_that_the_step_writes(self, before):
     with local_servers.scope():
       a, rate = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(0.5)
       optimizer = keras.optimizers.SGD(lambda: rate.read_value())

@@ -19,7 +19,7 @@ _ORDERS = {4: [2, 0, 3, 1], 8: [5, 0, 7, 2, 6, 1, 4, 3]}
 
 
 def distinct(num_replicas, *shape, dtype=np.int32):
-  """Returns an array for each rank. Elements tell ranks and positions apart."""
+  """Returns an array for each rank. Elements differ by rank and position."""
   positions = np.arange(np.prod(shape, dtype=int)).reshape(shape)
   ranks = np.arange(num_replicas).reshape([-1, *[1] * len(shape)])
   return (ranks * 1000 + positions).astype(dtype)
