@@ -1,7 +1,7 @@
-"""Shared code of the MNIST examples: flags, and the objects that they describe.
+"""Shared code of the MNIST examples: flags, and the objects that they configure.
 
 Flags of a single example are defined in its file. TensorFlow is imported inside
-functions, so that `--help` and a wrong flag answer at once.
+functions, so that `--help` and flag errors are quick.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STRATEGIES = (
   *('multi_worker_ring', 'multi_worker_collective', 'parameter_server'),
 )
 _DATASETS = ('mnist', 'digits', 'synthetic')
-# Enough for 97% on digits and 98.5% on MNIST; synthetic images show the speed.
+# Enough for 97% on digits and 98.5% on MNIST. Synthetic images only show the speed.
 _EPOCHS = {'mnist': 3, 'digits': 12, 'synthetic': 1}
 _LEARNING_RATES = {'sgd': 0.02, 'adam': 1e-3}
-# auto chooses by the devices; builtin is TensorFlow's own.
+# auto chooses by device. builtin is TensorFlow's own.
 _ALL_REDUCES = (
   *('auto', 'ring', 'direct', 'tree', 'halving_doubling', 'hierarchical'),
   *('naive', 'builtin'),
@@ -39,20 +39,22 @@ _POLICIES = ('float32', 'mixed_float16', 'mixed_bfloat16')
 _MODES = ('async', 'sync', 'bounded')
 
 # Data and model.
-flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'What to train on.')
+flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'Data set.')
 flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
 flags.DEFINE_enum(
-  'model', 'cnn', ['cnn', 'mlp'], 'Network; mlp is 784-16-16-10.'
+  'model', 'cnn', ['cnn', 'mlp'], 'Network. mlp is 784-16-16-10.'
 )
 flags.DEFINE_float('dropout', 0, 'Rate in the last hidden layer.', 0, 0.99)
 flags.DEFINE_enum('optimizer', 'sgd', ['sgd', 'adam'], 'SGD has momentum 0.9.')
 flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
-flags.DEFINE_bool('scale_learning_rate', False, 'Multiply it by the replicas.')
+flags.DEFINE_bool(
+  'scale_learning_rate', False, 'Multiply it by the number of replicas.'
+)
 flags.DEFINE_integer('warmup_steps', 0, 'Steps of a linear warm-up.', 0)
 flags.DEFINE_enum('mixed_precision', 'float32', _POLICIES, 'Dtype policy.')
 flags.DEFINE_integer('seed', 0, 'Seed of weights and shuffling.', 0, 2**31 - 1)
-flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
-flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
+flags.DEFINE_integer('global_batch_size', 64, 'Images per step.', 1)
+flags.DEFINE_integer('epochs', None, 'Default: 3 for MNIST, 12 for digits.', 0)
 flags.DEFINE_integer(
   'steps_per_epoch',
   None,
@@ -67,15 +69,15 @@ flags.DEFINE_enum('strategy', 'ring_mirrored', STRATEGIES, 'Strategy.')
 flags.DEFINE_integer(
   'num_virtual_devices',
   0,
-  'Split the GPU, or else the CPU, into this many logical devices and use '
-  'them; 0 uses the devices as they are.',
+  'Split the GPU, or without a GPU the CPU, into this many logical devices. '
+  '0 uses the devices unchanged.',
   0,
 )
 flags.DEFINE_enum(
   'all_reduce',
   'auto',
   _ALL_REDUCES,
-  "Of ring_mirrored and mirrored; builtin (mirrored only) is TensorFlow's.",
+  "For ring_mirrored and mirrored. builtin (only mirrored) is TensorFlow's.",
 )
 flags.DEFINE_integer(
   'local_steps', None, 'Steps between meetings (LocalSteps).', 1
@@ -83,9 +85,11 @@ flags.DEFINE_integer(
 flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 # Parameter servers.
 flags.DEFINE_enum('mode', 'async', _MODES, 'When a gradient is applied.')
-flags.DEFINE_integer('backup_workers', 0, 'Workers that may be late (sync).', 0)
 flags.DEFINE_integer(
-  'max_staleness', 1, '--mode=bounded: steps ahead of the slowest.', 0
+  'backup_workers', 0, 'Number of workers that may be late (sync).', 0
+)
+flags.DEFINE_integer(
+  'max_staleness', 1, 'Maximum steps ahead of the slowest worker (bounded).', 0
 )
 flags.DEFINE_integer('variable_partitions', 0, 'Parts of a large variable.', 0)
 # Output.
@@ -94,18 +98,18 @@ flags.DEFINE_string('report_json', None, 'Write the report of the run here.')
 flags.DEFINE_string(
   'save_weights',
   None,
-  'Write the final weights to this .npz file. With {rank} in its name, every '
-  'worker writes one.',
+  'Write the final weights to this .npz file. If its name contains {rank}, '
+  'every worker writes one.',
 )
 flags.DEFINE_float('min_accuracy', 0, 'Below it, exit with status 2.', 0, 1)
 flags.DEFINE_string(
   'log_dir',
   None,
   'Write TensorBoard logs here.',
-  # absl.logging has a flag of this name, for log files that nobody writes here.
+  # absl.logging has a flag with this name, which is not used here.
   allow_override=True,
 )
-flags.DEFINE_string('timeline', None, 'Write timelines, one for each rank.')
+flags.DEFINE_string('timeline', None, 'Write a timeline for each rank.')
 
 
 @flags.validator('log_dir', 'needs TensorBoard: run `pip install tensorboard`.')
@@ -124,9 +128,9 @@ def _check_all_reduce(values):
 def run(main: Callable[[], Mapping[str, Any] | None]) -> None:
   """Parses the flags, calls `main`, which returns a report, and exits.
 
-  The status is 0; 1 for flags, data or checkpoints that cannot be used, with a
-  message; 2 if the test accuracy is below --min_accuracy; 143 after a
-  preemption or the loss of a worker, when a restart helps.
+  The exit status is 0 on success. It is 1, with a message, if flags, data or
+  checkpoints are invalid; 2 if the test accuracy is below --min_accuracy; and 143
+  after a preemption or the loss of a worker, when a restart may help.
   """
   app.run(lambda argv: _run(argv, main))
 
@@ -139,7 +143,7 @@ def _run(argv, main) -> int:
   try:
     found = main()
   except tfs.errors.Error as e:
-    # Meant for the user, who needs no traceback to understand it.
+    # The message is meant for users, who do not need a traceback.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return exit_codes.exit_code(e)
   if found is None or not found['is_chief']:
@@ -151,14 +155,14 @@ def _run(argv, main) -> int:
 
 
 def set_defaults() -> None:
-  """Sets the flags whose defaults follow from other flags."""
+  """Sets the flags whose defaults depend on other flags."""
   FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
   if FLAGS.learning_rate is None:
     FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
 
 
 def import_tensorflow() -> None:
-  """Imports TensorFlow without the lines that no setting of its turns off."""
+  """Imports TensorFlow without log lines that no setting turns off."""
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
   shown = os.dup(2)
   try:
@@ -171,7 +175,7 @@ def import_tensorflow() -> None:
 
 
 def create_strategy():
-  """Returns what --strategy names; call it before TensorFlow starts."""
+  """Returns the strategy of --strategy. Call it before TensorFlow starts."""
   import tensorflow as tf
 
   options = {}
@@ -187,8 +191,8 @@ def create_strategy():
     names += ('checkpoint_dir', 'checkpoint_steps')
     options |= {name: FLAGS[name].value for name in names}
     if FLAGS.variable_partitions:
-      # Splitting a variable costs a message for each part. Of the models here,
-      # only the kernel of the hidden layer (256 KiB) is worth it.
+      # Each part of a variable costs a message. In these models only the kernel of
+      # the hidden layer (256 KiB) is large enough to be split.
       partitioners = tf.distribute.experimental.partitioners
       options['variable_partitioner'] = partitioners.MinSizePartitioner(
         64 << 10, FLAGS.variable_partitions
@@ -197,7 +201,7 @@ def create_strategy():
   if isinstance(strategy, tfs.ParameterServerStrategy):
     atexit.register(strategy.close)
   if FLAGS.strategy == 'tpu_ring' or not hasattr(strategy, 'step'):
-    # TensorFlow's strategies have no `step`: their replicas run it.
+    # TensorFlow's strategies have no `step`, so their replicas run the step.
     strategy.step = lambda step, optimizers=(): tf.function(
       lambda batch: strategy.run(step, (batch,))
     )
@@ -205,12 +209,12 @@ def create_strategy():
 
 
 def devices() -> list[str] | None:
-  """Returns the logical devices of --num_virtual_devices; None for all devices.
+  """Returns the logical devices of --num_virtual_devices, or None for all devices.
 
-  They are parts of the first GPU, or else of the CPU.
+  They are parts of the first GPU or, without a GPU, of the CPU.
 
   Raises:
-    UnsupportedOptionError: TensorFlow runs already, with other devices.
+    UnsupportedOptionError: if TensorFlow already runs with other devices.
   """
   import tensorflow as tf
 
@@ -236,10 +240,10 @@ def devices() -> list[str] | None:
 def load_data(steps_per_execution: int = 1):
   """Loads --dataset, and sets --steps_per_epoch to whole groups of steps.
 
-  Keras would take the rest of a group of steps from the next epoch.
+  Otherwise Keras would complete a group of steps with the next epoch.
 
   Raises:
-    DataError: the data are less than one full batch, or one group of steps.
+    DataError: if the data is less than one full batch or one group of steps.
   """
   from examples import datasets
 
@@ -256,11 +260,11 @@ def load_data(steps_per_execution: int = 1):
 
 
 def _pipeline() -> tfs.data.PipelineOptions:
-  """Returns how training batches are made.
+  """Returns the options of the training batches.
 
-  TensorFlow's own mirrored strategy gets full batches only: a replica with
-  fewer rows would count too much, and one without rows can abort the process
-  (the gradient of max pooling).
+  TensorFlow's own mirrored strategy only gets full batches: a replica with fewer
+  rows would count too much, and a replica without rows can abort the process in
+  the gradient of max pooling.
   """
   return tfs.data.PipelineOptions(
     FLAGS.global_batch_size,
@@ -270,10 +274,10 @@ def _pipeline() -> tfs.data.PipelineOptions:
 
 
 def train_batches(strategy, data, start: Iterable[int] = (0, 0)):
-  """Returns the batches from (epoch, step) on, in the order of an unbroken run.
+  """Returns the batches from (epoch, step) on, as in an uninterrupted run.
 
-  They are a `tf.data.Dataset`, or distributed already: with --worker_input each
-  worker reads its part itself.
+  Returns a `tf.data.Dataset`, or with --worker_input a distributed dataset whose
+  parts the workers read themselves.
   """
 
   def make(context=None):
@@ -299,7 +303,7 @@ def test_batches(data):
 
 
 def build_model(num_classes: int):
-  """Returns the network of --model, from images to logits, not compiled."""
+  """Returns the network of --model, from images to logits. It is not compiled."""
   import keras
   from keras import layers
 
@@ -325,7 +329,7 @@ def build_model(num_classes: int):
       keras.Input([28, 28, 1]),
       *hidden,
       layers.Dropout(FLAGS.dropout),
-      # Float32 in mixed precision too: a 16-bit softmax loses the tail.
+      # float32 also in mixed precision, since a 16-bit softmax is inaccurate.
       layers.Dense(num_classes, dtype='float32', name='logits'),
     ],
     name=FLAGS.model,
@@ -333,14 +337,14 @@ def build_model(num_classes: int):
 
 
 def build_optimizer():
-  """Returns the Keras optimizer of the flags; call it in the strategy's scope."""
+  """Returns the Keras optimizer of the flags. Call it in the strategy's scope."""
   import keras
   import tensorflow as tf
 
   rate = FLAGS.learning_rate
   if FLAGS.scale_learning_rate:
     rate *= tf.distribute.get_strategy().num_replicas_in_sync
-  if FLAGS.warmup_steps:  # The first step has rate / warmup_steps.
+  if FLAGS.warmup_steps:  # The rate of the first step is rate / warmup_steps.
     rate = keras.optimizers.schedules.PolynomialDecay(
       rate / FLAGS.warmup_steps, max(1, FLAGS.warmup_steps - 1), rate
     )
@@ -356,8 +360,8 @@ def build_optimizer():
 def resume(data, model, metrics=None) -> tuple[tfs.Run | None, tuple[int, int]]:
   """Returns the run in --checkpoint_dir, if any, and its next (epoch, step).
 
-  A run continues checkpoints of the same settings, optimizer and seed. Strategy
-  and number of replicas may differ. A custom loop passes its `metrics`.
+  A run can continue a checkpoint with the same settings, optimizer and seed. The
+  strategy and the number of replicas may differ. A custom loop passes its `metrics`.
   """
   if not FLAGS.checkpoint_dir:
     return None, (0, 0)
@@ -375,7 +379,7 @@ def resume(data, model, metrics=None) -> tuple[tfs.Run | None, tuple[int, int]]:
 
 
 def evaluate_checkpoints() -> None:
-  """Evaluates each checkpoint on one device: the part of an evaluator."""
+  """Evaluates each checkpoint on one device, as the evaluator task."""
   if not FLAGS.checkpoint_dir:
     print('This evaluator has nothing to do without --checkpoint_dir.')
     return
@@ -394,9 +398,9 @@ def evaluate_checkpoints() -> None:
 
 
 def end_epoch(strategy, optimizer) -> None:
-  """Ends what steps of a custom loop left to do, so that results can be read."""
+  """Completes pending steps of a custom loop, so that results can be read."""
   if isinstance(strategy, tfs.ParameterServerStrategy):
-    strategy.join()  # Workers may still compute steps.
+    strategy.join()  # Workers may still be computing steps.
   if FLAGS.local_steps:  # Workers average their weights.
     if FLAGS.mixed_precision == 'mixed_float16':  # `compile` scales the loss.
       optimizer = optimizer.inner_optimizer
@@ -409,14 +413,14 @@ def is_chief(strategy) -> bool:
 
 
 def verbosity(strategy) -> int:
-  """Returns `verbose` for Keras: the chief shows a line for each epoch."""
+  """Returns `verbose` for Keras. The chief prints a line for each epoch."""
   return 2 if FLAGS.verbose and is_chief(strategy) else 0
 
 
 def callbacks(strategy) -> list:
   """Returns the callbacks of --log_dir and --timeline.
 
-  Make them before data are distributed: a timeline shows the input too.
+  Create them before distributing data, so that the timeline includes the input.
   """
   import keras
 
@@ -429,7 +433,7 @@ def callbacks(strategy) -> list:
 
 
 def callback_list(strategy, model):
-  """Returns the callbacks of a custom loop, which show its progress as `fit` does."""
+  """Returns the callbacks of a custom loop, which show progress like `fit`."""
   import keras
 
   return keras.callbacks.CallbackList(
@@ -445,15 +449,15 @@ def callback_list(strategy, model):
 def report(
   data, model, metrics, logs: Mapping[str, float], start: tuple[int, int]
 ) -> dict[str, Any]:
-  """Shows and returns the report; writes --report_json and --save_weights.
+  """Prints and returns the report. Writes --report_json and --save_weights.
 
   Args:
-    data: what `load_data` returned.
-    model: the trained model, with its optimizer.
-    metrics: its metrics.
-    logs: results of the last epoch, named as in Keras's history; those of the
-      test split alone if every epoch had been done before.
-    start: (epoch, step) at which this run began.
+    data: result of `load_data`.
+    model: the trained model with its optimizer.
+    metrics: metrics of the model.
+    logs: results of the last epoch, named as in Keras's history. Contains only the
+      test results if all epochs were completed in an earlier run.
+    start: (epoch, step) at which this run started.
   """
   from tf_strategies.checkpoint import model_state
 
@@ -461,7 +465,7 @@ def report(
   done = start[0] * FLAGS.steps_per_epoch + start[1]
   steps = max(done, FLAGS.epochs * FLAGS.steps_per_epoch)
   variables = [*model.variables, *optimizer.variables]
-  # A compiled model has a mean of the loss too.
+  # A compiled model also has a mean of the loss.
   kept = [*metrics, *model.metrics]
   variables += [v for metric in kept for v in metric.variables]
   test = {name[4:]: v for name, v in logs.items() if name.startswith('val_')}

@@ -1,9 +1,9 @@
-"""Trains with Keras's `fit` on several workers, which may die and come back.
+"""Trains with Keras's `fit` on several workers, which may die and restart.
 
   tfs launch --num_workers=3 --max_restarts=3 -- python examples/fit_workers.py
 
-Kill a worker with `kill -9` and its number: the others repeat its step, it is started
-again, and the result stays the same. It needs scikit-learn (`pip install '.[examples]'`).
+Kill a worker with `kill -9` and its pid: the others repeat the step, the worker is
+restarted, and the result is the same. It needs scikit-learn (`pip install '.[examples]'`).
 """
 
 import math
@@ -43,5 +43,5 @@ def train(job):
 
 
 if __name__ == '__main__':
-  # By default the job goes on while a majority of its last group lives.
+  # By default the job continues while a majority of its last group is alive.
   print(f'accuracy {tfs.elastic.run(train, tfs.ElasticOptions()):.3f}')

@@ -1,12 +1,12 @@
-"""Trains on MNIST with a training loop of its own, under every strategy.
+"""Trains on MNIST with a custom training loop, under every strategy.
 
   python examples/mnist_custom_loop.py --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
 
-does what mnist_keras_fit.py does, with the same flags, and shows each part: the
-distributed batches, a step that is written for one device, metrics, checkpoints.
-On parameter servers whose workers read the data themselves, none of them more
-than two steps ahead of the slowest:
+trains like mnist_keras_fit.py, with the same flags, and shows each part: distributed
+batches, a step that is written for one device, metrics and checkpoints. On parameter
+servers, with workers that read the data themselves and are at most two steps ahead of
+the slowest:
 
   tfs launch --num_workers=2 --num_ps=2 --chief -- \\
     python examples/mnist_custom_loop.py --strategy=parameter_server \\
@@ -30,7 +30,7 @@ flags.adopt_module_key_flags(common)  # `--help` shows them too.
 
 
 def train():
-  """Trains in this task; returns the report."""
+  """Trains in this task. Returns the report."""
   import keras
   import tensorflow as tf
 
@@ -56,8 +56,8 @@ def train():
   def train_step(batch):
     with tf.GradientTape() as tape:
       loss = test_step(batch, training=True)
-      # The step sees the whole batch, and this divides by 1. Under
-      # TensorFlow's strategies each replica runs it, and gradients are added up.
+      # The step sees the whole batch, so this divides by 1. Under TensorFlow's
+      # strategies each replica runs the step, and gradients are summed.
       loss = optimizer.scale_loss(loss / strategy.num_replicas_in_sync)
     weights = model.trainable_variables
     optimizer.apply(tape.gradient(loss, weights), weights)
@@ -66,7 +66,7 @@ def train():
     for metric in metrics:
       metric.reset_state()
 
-  def results(prefix=''):  # On all workers: each has a part of a metric.
+  def results(prefix=''):  # Called on all workers: each has a part of a metric.
     return {f'{prefix}{m.name}': float(m.result()) for m in metrics}
 
   def evaluate():
@@ -88,14 +88,14 @@ def train():
     callbacks.on_train_begin()
     for epoch in range(start[0], FLAGS.epochs):
       first = start[1] if epoch == start[0] else 0
-      if not first:  # Else the metrics were restored too.
+      if not first:  # Otherwise the metrics were restored too.
         reset()
       callbacks.on_epoch_begin(epoch)
       for step in range(first, steps):
         callbacks.on_train_batch_begin(step)
         train(next(iterator))
         callbacks.on_train_batch_end(step)
-        # Evaluation takes long: workers ask each other before it.
+        # Checks for preemption before the evaluation, which takes long.
         if run:
           run.exit_if_preempted(epoch, step + 1, at_once=step + 1 == steps)
       common.end_epoch(strategy, optimizer)
@@ -108,7 +108,7 @@ def train():
 
 
 def main():
-  """Does the part of this task: it trains, serves variables or evaluates."""
+  """Runs this task: trains, serves variables or evaluates."""
   return tfs.cluster.run_task(train, common.evaluate_checkpoints)
 
 

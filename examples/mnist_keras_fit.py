@@ -14,8 +14,8 @@ servers, every task runs the same command:
     python examples/mnist_keras_fit.py --strategy=parameter_server \\
     --dataset=digits --mode=sync
 
-With --checkpoint_dir an interrupted run continues where it was, after an epoch
-or, on SIGTERM, after a step, with the same result to the last bit.
+With --checkpoint_dir an interrupted run resumes after the last epoch or, after SIGTERM,
+after the last step. The result is the same in every bit.
 """
 
 import os
@@ -35,10 +35,10 @@ flags.DEFINE_bool('elastic', False, 'multi_worker_ring: survive lost workers.')
 flags.DEFINE_integer(
   'min_workers',
   None,
-  'With --elastic: the fewest workers; by default a majority goes on.',
+  'With --elastic: minimum number of workers. Default: a majority.',
   1,
 )
-flags.DEFINE_integer('steps_per_execution', 1, 'Steps in a call of Keras.', 1)
+flags.DEFINE_integer('steps_per_execution', 1, 'Steps per call of Keras.', 1)
 
 
 @flags.multi_flags_validator(
@@ -62,15 +62,15 @@ def build_model(strategy, num_classes):
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       steps_per_execution=FLAGS.steps_per_execution,
-      # On GPUs Keras compiles under some strategies and not under others. Without
-      # it their results differ less, and can be compared.
+      # On GPUs Keras compiles only under some strategies. Without compilation their
+      # results differ less and can be compared.
       jit_compile=False,
     )
   return model
 
 
 def train(job=None):
-  """Trains in this task, or in an elastic job; returns the report."""
+  """Trains in this task or in an elastic job. Returns the report."""
   strategy = job.strategy if job else common.create_strategy()
   data = common.load_data(FLAGS.steps_per_execution)
   model = build_model(strategy, data.num_classes)
@@ -82,28 +82,28 @@ def train(job=None):
     'epochs': FLAGS.epochs,
     'steps_per_epoch': FLAGS.steps_per_epoch,
     'validation_data': common.test_batches(data),
-    # The run is last: other callbacks see the step before it may exit.
+    # The run is last, so that other callbacks see the step before it may exit.
     'callbacks': [*common.callbacks(strategy), *([run] if run else [])],
     'verbose': common.verbosity(strategy),
   }
-  if job:  # It asks for batches again when the group of workers changes.
+  if job:  # Creates the batches again when the group of workers changes.
     history = job.fit(
       model,
       lambda *start: common.train_batches(strategy, data, start),
       **options,
     )
-  else:  # The run skips the steps that are done in the first epoch.
+  else:  # The run skips the completed steps of the first epoch.
     batches = common.train_batches(strategy, data, (start[0], 0))
     history = model.fit(batches, initial_epoch=start[0], **options)
   logs = {name: values[-1] for name, values in history.history.items()}
-  if not logs:  # Every epoch had been done before.
+  if not logs:  # All epochs were completed in an earlier run.
     found = model.evaluate(common.test_batches(data), return_dict=True)
     logs = {f'val_{name}': value for name, value in found.items()}
   return common.report(data, model, model.metrics, logs, start)
 
 
 def main():
-  """Does the part of this task: it trains, serves variables or evaluates."""
+  """Runs this task: trains, serves variables or evaluates."""
   if FLAGS.elastic:
     options = tfs.ElasticOptions(min_workers=FLAGS.min_workers)
     return tfs.elastic.run(train, options, devices=common.devices())

@@ -4,7 +4,7 @@
   python examples/recommender.py serve
 
 Interrupt the first command and start it again: it resumes from `recommender/`. The
-second command is one process, without servers.
+second command runs in one process, without servers.
 """
 
 import sys
@@ -20,7 +20,7 @@ USERS, FILMS, RATINGS = 2000, 500, 40_000
 
 
 def make_ratings():
-  """Returns people, films, their ratings, and the tastes that these come from."""
+  """Returns users, films, ratings, and the tastes that determine the ratings."""
   random = np.random.default_rng(1)
   user = random.integers(0, USERS, RATINGS)
   film = random.integers(0, FILMS, RATINGS)
@@ -30,14 +30,14 @@ def make_ratings():
 
 
 def train():
-  """Trains, resumes a run that was interrupted, and exports the model."""
+  """Trains or resumes an interrupted run, and exports the model."""
   strategy = tfs.create_strategy(
     'parameter_server', checkpoint_dir=f'{DIRECTORY}/checkpoints'
   )
   keras.utils.set_random_seed(1)
   with strategy.scope():
     inputs = [keras.Input([], dtype='int64', name=n) for n in ('user', 'film')]
-    # The rows of a table are divided among the servers. A step reads its own only.
+    # The rows of a table are split among the servers. A step reads only its own rows.
     tables = [keras.layers.Embedding(n, 16) for n in (USERS, FILMS)]
     rows = [table(ids) for table, ids in zip(tables, inputs, strict=True)]
     model = keras.Model(inputs, keras.layers.Dot(axes=1)(rows))

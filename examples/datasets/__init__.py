@@ -9,7 +9,7 @@
 
 from examples.datasets.digits import load_digits
 
-# This function takes the name of its package, which stays importable and runnable.
+# This function replaces the package of the same name, which can still be imported.
 from examples.datasets.extract import extract
 from examples.datasets.idx import load_idx
 from examples.datasets.images import ImageClassificationData, Images

@@ -1,6 +1,6 @@
-"""The handwritten digits that scikit-learn carries: real data, no network.
+"""The handwritten digits of scikit-learn: real data without a download.
 
-1,797 digits of 43 writers, 8x8 pixels of 17 grey levels, brought to the size
+1,797 digits of 43 writers, 8x8 pixels of 17 grey levels, converted to the size
 and the range of MNIST. Source: E. Alpaydin, C. Kaynak, "Optical Recognition
 of Handwritten Digits", UCI Machine Learning Repository, 1998,
 https://doi.org/10.24432/C50P49.
@@ -28,15 +28,15 @@ _SIZE = images_lib.IMAGE_SHAPE[0]
 def load_digits() -> images_lib.ImageClassificationData:
   """Loads scikit-learn's digits, resized to 28x28, in a fixed split.
 
-  Every fifth example of each class, in an order drawn once and for all, is
-  held out: 1,437 examples to train, 360 to test, the same on every machine,
-  and each class in the same proportion in both.
+  Every fifth example of each class, in a fixed random order, is a test example.
+  So there are 1,437 training and 360 test examples, the same on every machine, with
+  equal proportions of the classes.
 
   Returns:
     The data set 'digits' of 10 classes. O(n) time, about 0.1 s.
 
   Raises:
-    DataError: scikit-learn is not installed.
+    DataError: if scikit-learn is not installed.
   """
   try:
     from sklearn import datasets
@@ -61,7 +61,7 @@ def load_digits() -> images_lib.ImageClassificationData:
 def resize_bilinear(images: np.ndarray, size: int) -> np.ndarray:
   """Resizes square images as `tf.image.resize(..., 'bilinear')` does.
 
-  In NumPy, so that the pixels do not depend on TensorFlow's version or device.
+  Uses NumPy, so that the pixels do not depend on TensorFlow's version or device.
 
   Args:
     images: float [n, s, s] in [0, 255].
@@ -73,13 +73,13 @@ def resize_bilinear(images: np.ndarray, size: int) -> np.ndarray:
   weights = _bilinear_weights(images.shape[1], size)
   rows = np.einsum('ih,nhw->niw', weights, images)
   pixels = np.einsum('jw,niw->nij', weights, rows)
-  # Sums in another order differ in the last bit: without the first rounding
-  # a value of k + 0.5 could go either way between machines.
+  # Sums in another order differ in the last bit. Without the first rounding, values
+  # of k + 0.5 could be rounded differently on other machines.
   return np.rint(np.round(pixels, 6)).astype(np.uint8)
 
 
 def stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Splits 4 to 1, alike in every class, always the same way.
+  """Splits 4 to 1 in every class, always in the same way.
 
   Args:
     labels: int64 [n].
@@ -88,8 +88,8 @@ def stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     The ascending indices of the training and of the test examples.
     O(n log n).
   """
-  # RandomState and not default_rng: only the former's stream is promised to
-  # stay the same over NumPy's versions.
+  # Not default_rng: NumPy guarantees only for RandomState that the numbers are the
+  # same in all versions.
   shuffled = np.random.RandomState(_SPLIT_SEED).permutation(len(labels))
   by_class = shuffled[np.argsort(labels[shuffled], kind='stable')]
   is_test = np.zeros(len(labels), bool)
@@ -98,12 +98,12 @@ def stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bilinear_weights(old: int, new: int) -> np.ndarray:
-  """The [new, old] matrix of half-pixel-centred linear interpolation."""
+  """Returns the [new, old] matrix of linear interpolation with half-pixel centers."""
   centres = (np.arange(new) + 0.5) * old / new - 0.5
   low = np.floor(centres)
   fraction = centres - low
   weights = np.zeros([new, old])
-  # Beyond the outermost centres both neighbours are the edge pixel.
+  # Beyond the outermost centers, both neighbors are the edge pixel.
   below = np.clip(low, 0, old - 1).astype(int)
   above = np.clip(low + 1, 0, old - 1).astype(int)
   np.add.at(weights, (np.arange(new), below), 1 - fraction)

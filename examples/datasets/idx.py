@@ -26,7 +26,7 @@ import numpy as np
 from examples.datasets import images as images_lib
 from tf_strategies import errors
 
-# split -> (images, labels); each file may carry `.gz` or not.
+# split -> (images, labels). Each file may have the suffix `.gz`.
 FILES = {
   'train': ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte'),
   'test': ('t10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte'),
@@ -35,7 +35,7 @@ _UINT8 = 0x08
 
 
 def is_idx_directory(directory: str | os.PathLike[str]) -> bool:
-  """Returns whether at least one of the four files is there, compressed or not."""
+  """Returns whether at least one of the four files exists, compressed or not."""
   return any(
     _find(directory, name) is not None
     for pair in FILES.values()
@@ -49,7 +49,7 @@ def load_idx(
   """Loads the four MNIST files of a directory.
 
   Args:
-    directory: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
+    directory: directory with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
       `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each plain or
       with `.gz`. If both exist, the plain file is read.
     name: the name of the data set.
@@ -59,8 +59,8 @@ def load_idx(
     The data set. O(bytes of the files).
 
   Raises:
-    DataError: a file is missing, truncated, no IDX file of bytes, or holds
-      other dimensions than 28x28 images and one label each.
+    DataError: if a file is missing, truncated or not an IDX file of bytes, or does
+      not contain 28x28 images or one label for each.
   """
   splits = {}
   for split, (images_path, labels_path) in find_pairs(directory).items():
@@ -75,10 +75,10 @@ def load_idx(
 def find_pairs(
   directory: str | os.PathLike[str],
 ) -> dict[str, tuple[str, str]]:
-  """The paths of images and labels of each split of a directory.
+  """Returns the paths of images and labels by split.
 
   Raises:
-    DataError: a file is missing.
+    DataError: if a file is missing.
   """
   return {
     split: (_require(directory, images), _require(directory, labels))
@@ -90,15 +90,15 @@ def read_idx(path: str | os.PathLike[str], num_dims: int) -> np.ndarray:
   """Reads one IDX file of unsigned bytes.
 
   Args:
-    path: the file; gzip is recognised by its `.gz`.
-    num_dims: how many dimensions the file must have (3: images, 1: labels).
+    path: the file. The suffix `.gz` means gzip.
+    num_dims: required number of dimensions (3 for images, 1 for labels).
 
   Returns:
-    A uint8 array of the dimensions in the file's header. O(bytes).
+    A uint8 array with the dimensions in the file's header. Takes O(bytes).
 
   Raises:
-    DataError: the file is missing, truncated or too long, its gzip stream is
-      damaged, or its magic number is another one.
+    DataError: if the file is missing, truncated or too long, its gzip stream is
+      damaged, or its magic number is wrong.
   """
   where = os.fspath(path)
   content = _read(where)

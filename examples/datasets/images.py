@@ -1,4 +1,4 @@
-"""What every reader returns: validated, read-only NumPy arrays of images.
+"""The result of every reader: validated, read-only NumPy arrays of images.
 
 Example:
 
@@ -27,14 +27,14 @@ from tf_strategies import data, errors
 IMAGE_SHAPE = (28, 28, 1)
 IMAGE_BYTES = 28 * 28
 
-# A data set's name becomes part of file names that are parsed again.
+# The name of a data set is part of file names, which are parsed.
 _NAME = re.compile(r'[A-Za-z0-9_]+')
 
 
 class Images(data.Arrays):
-  """One split: 28x28 grey images and their labels, read-only, without a copy.
+  """One split: read-only 28x28 gray images and their labels, without a copy.
 
-  Batches that are made of it have images float32 [b, 28, 28, 1] in [0, 1] and
+  Its batches have images float32 [b, 28, 28, 1] in [0, 1] and
   labels int64 [b].
 
   Args:
@@ -42,7 +42,7 @@ class Images(data.Arrays):
     labels: int64 [n], none negative.
 
   Raises:
-    DataError: for another type, dtype, shape or length, or a negative label.
+    DataError: if the type, dtype, shape or length is wrong, or a label is negative.
   """
 
   def __init__(self, images: np.ndarray, labels: np.ndarray):
@@ -70,16 +70,16 @@ class Images(data.Arrays):
     return self.components[1]
 
   def take(self, count: int) -> Images:
-    """Returns the first `count` examples, or all where there are fewer.
+    """Returns the first `count` examples, or all if there are fewer.
 
     Args:
-      count: how many to keep, at least 1.
+      count: number of examples to keep, at least 1.
 
     Returns:
       Views of the same memory: O(1).
 
     Raises:
-      DataError: `count` is below 1.
+      DataError: if `count` is below 1.
     """
     if count < 1:
       raise errors.DataError(
@@ -100,13 +100,13 @@ class ImageClassificationData:
   """A data set for image classification.
 
   Attributes:
-    name: letters, digits and underscores; part of TFRecord file names.
+    name: letters, digits and underscores. It is part of TFRecord file names.
     train: the training split.
     test: the held-out split.
     num_classes: labels are in [0, num_classes).
 
   Raises:
-    DataError: for a malformed name, or a label out of range.
+    DataError: if the name is malformed or a label is out of range.
   """
 
   name: str
@@ -141,10 +141,10 @@ def build(
   test: tuple[Any, Any],
   num_classes: int,
 ) -> ImageClassificationData:
-  """Brings what a file held into shape; errors say which file it was.
+  """Builds a data set from the arrays of a file. Errors name the file.
 
   Args:
-    where: the file or directory, the beginning of every message.
+    where: the file or directory. Every message begins with it.
     name: the data set's name.
     train: images uint8 [n, 28, 28] or [n, 28, 28, 1], labels of any integer
       dtype [n].
@@ -155,7 +155,7 @@ def build(
     The validated data. Images are not copied.
 
   Raises:
-    DataError: as `Images` and `ImageClassificationData`, naming `where`.
+    DataError: like `Images` and `ImageClassificationData`, with `where`.
   """
   try:
     splits = []
@@ -170,10 +170,10 @@ def build(
 
 
 def build_split(where: str, images: Any, labels: Any) -> Images:
-  """Brings one split into shape, as `build` does both.
+  """Builds one split, like `build`.
 
   Raises:
-    DataError: as `Images`, naming `where`.
+    DataError: like `Images`, with `where`.
   """
   try:
     return Images(_as_images(images), _as_labels(labels))
@@ -188,7 +188,7 @@ def _as_images(images: np.ndarray) -> np.ndarray:
 
 
 def _as_labels(labels: np.ndarray) -> np.ndarray:
-  # Only integers convert: a float label would lose its fraction in silence.
+  # Converts only integers: float labels would silently lose their fraction.
   if np.issubdtype(labels.dtype, np.integer):
     return labels.astype(np.int64)
   return labels

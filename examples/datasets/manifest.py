@@ -1,6 +1,6 @@
 """The manifest of a directory that `extract` filled: the source of each shard.
 
-It is a JSON file beside the shards, replaced atomically, with a checksum of itself.
+It is a JSON file next to the shards with its own checksum, and is replaced atomically.
 A truncated or edited manifest is detected and written again.
 
 Example:
@@ -42,7 +42,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """A shard as it was written; its time is that of its newest source."""
+  """A shard as it was written. Its time is that of its newest source."""
 
   name: str
   split: str
@@ -72,12 +72,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What decides the shards besides the sources.
+  """Settings that determine the shards, besides the sources.
 
   Attributes:
     name: the data set's name.
-    converter: tells the conversion function apart from others.
-    examples_per_shard: where a shard ends and the next begins.
+    converter: identifies the conversion function.
+    examples_per_shard: maximum number of examples in a shard.
   """
 
   name: str
@@ -87,12 +87,12 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """All that was extracted.
+  """The result of an extraction.
 
   Attributes:
-    settings: of the extraction.
-    entries: in the order of their sources.
-    is_complete: whether the extraction came to its end.
+    settings: settings of the extraction.
+    entries: entries in the order of their sources.
+    is_complete: whether the extraction was completed.
   """
 
   settings: Settings
@@ -106,7 +106,7 @@ class Manifest:
 
 
 def is_extracted(directory: str | os.PathLike[str]) -> bool:
-  """Returns whether `extract` has worked in this directory."""
+  """Returns whether `extract` has written to this directory."""
   return os.path.isfile(os.path.join(directory, FILE))
 
 
@@ -114,7 +114,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
   """Reads the manifest of a directory.
 
   Raises:
-    DataError: it is missing, torn, edited by hand or of another version.
+    DataError: if it is missing, truncated, edited or of another version.
   """
   path = os.path.join(directory, FILE)
   try:
@@ -139,11 +139,11 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def read_complete(directory: str | os.PathLike[str]) -> Manifest:
-  """Reads the manifest of a directory that data are to be read from.
+  """Reads the manifest of a directory with complete data.
 
   Raises:
-    DataError: as `read`; or the extraction did not come to its end; or a shard
-      is missing or has another size than when it was written.
+    DataError: like `read`, and if the extraction was not completed, or a shard is
+      missing or its size has changed.
   """
   where = os.fspath(directory)
   manifest = read(where)
@@ -165,7 +165,7 @@ def read_complete(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def is_intact(where: str, shard: Shard, checksum: bool = False) -> bool:
-  """Returns whether a shard is as it was written; as `is_same` decides."""
+  """Returns whether a shard is unchanged, see `is_same`."""
   return is_same(os.path.join(where, shard.name), shard, checksum)
 
 
@@ -174,13 +174,13 @@ def is_same(path: str, was: Source | Shard, checksum: bool = False) -> bool:
 
   Args:
     path: the file.
-    was: its size, time and checksum.
+    was: its earlier size, time and checksum.
     checksum: whether to read a file of the same size and time as well.
 
   Returns:
-    False for another size. With the same time, True unless the checksum is
-    asked for and differs; with another time (a copy, say), the checksum
-    decides.
+    False if the size differs. If the time is the same, True unless `checksum` is
+    set and the checksum differs. If the time differs, for example after a copy,
+    whether the checksum is the same.
   """
   try:
     status = os.stat(path)
@@ -194,7 +194,7 @@ def is_same(path: str, was: Source | Shard, checksum: bool = False) -> bool:
 
 
 def write(directory: str | os.PathLike[str], manifest: Manifest) -> None:
-  """Replaces the manifest in one go: readers see the old one or the new."""
+  """Replaces the manifest atomically: readers see the old or the new one."""
   data = dataclasses.asdict(manifest)
   content = {
     'format': FORMAT,
@@ -217,7 +217,7 @@ def write(directory: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def sha256_of(path: str) -> str:
-  """The checksum of a file, read in pieces."""
+  """Returns the checksum of a file, which is read in pieces."""
   digest = hashlib.sha256()
   with open(path, 'rb') as f:
     while chunk := f.read(_CHUNK_BYTES):

@@ -39,17 +39,17 @@ def load_npz(
   """Loads `x_train, y_train, x_test, y_test` from an `.npz` file.
 
   Args:
-    path: the file; images are uint8 [n, 28, 28] or [n, 28, 28, 1], labels of
+    path: the file. Images are uint8 [n, 28, 28] or [n, 28, 28, 1], labels of
       any integer dtype [n].
     name: the name of the data set.
     num_classes: labels are in [0, num_classes).
 
   Returns:
-    The data set. O(bytes of the file); pickled objects are never loaded.
+    The data set. Takes O(bytes of the file). Pickled objects are not loaded.
 
   Raises:
-    DataError: the file is missing, not an `.npz`, truncated, lacks a key or
-      holds something else than such images and labels.
+    DataError: if the file is missing, not an `.npz`, or truncated, if a key is
+      missing, or if its arrays are not such images and labels.
   """
   where = os.fspath(path)
   if not os.path.isfile(where):
@@ -70,9 +70,9 @@ def load_npz(
   except errors.DataError:
     raise
   except (
-    # What NumPy and zipfile raise for a file cut short, another format under
-    # this extension (np.load then returns an array, which is no context
-    # manager), a pickle, and a flipped bit.
+    # NumPy and zipfile raise these for a truncated file, another format with this
+    # extension (np.load then returns an array, which is not a context manager), a
+    # pickle, and a flipped bit.
     AttributeError,
     EOFError,
     NotImplementedError,

@@ -1,4 +1,4 @@
-"""Which data set, from where: one `load` for every example.
+"""Loads a data set by its name and path, for all examples.
 
 Example:
 
@@ -30,19 +30,18 @@ def load(
 
   Args:
     dataset: 'mnist', 'digits' (scikit-learn's, offline) or 'synthetic'.
-    data_path: for 'mnist' only: an `.npz` file, or a directory of IDX files or
-      of shards that `extract` made, told apart by what it holds. Without it,
-      MNIST comes from the Keras cache, or is downloaded into it.
+    data_path: only for 'mnist': an `.npz` file, or a directory with IDX files or
+      with shards of `extract`. By default MNIST is read from the Keras cache, or
+      downloaded into it.
 
   Returns:
-    Images uint8 [n, 28, 28, 1] and labels int64 [n] of both splits. O(bytes):
-    MNIST takes 55 MB, 0.5 s from an `.npz`.
+    Images uint8 [n, 28, 28, 1] and labels int64 [n] of both splits. Takes O(bytes).
+    MNIST takes 55 MB, and 0.5 s from an `.npz`.
 
   Raises:
-    DataError: the data are missing, damaged or something else; the message
-      names the path, what was expected and where to get it.
-    UnsupportedOptionError: an unknown `dataset`, or a `data_path` for one that
-      needs none.
+    DataError: if the data is missing, damaged or of another format. The message
+      names the path, the expected data and its source.
+    UnsupportedOptionError: if `dataset` is unknown or does not take a `data_path`.
   """
   if dataset not in DATASETS:
     close = difflib.get_close_matches(str(dataset), DATASETS, n=1)
@@ -71,7 +70,7 @@ def load_keras_mnist() -> images_lib.ImageClassificationData:
     60,000 training and 10,000 test examples of 10 classes.
 
   Raises:
-    DataError: it is not in the cache and cannot be downloaded.
+    DataError: if it is not in the cache and cannot be downloaded.
   """
   import keras
 

@@ -1,4 +1,4 @@
-"""Made-up images that a model can learn, for benchmarks and quick tests.
+"""Synthetic images that a model can learn, for benchmarks and quick tests.
 
 Example:
 
@@ -25,22 +25,23 @@ def make_synthetic(
   num_classes: int = 10,
   seed: int = 0,
 ) -> images_lib.ImageClassificationData:
-  """Makes images that are their class's random pattern plus uniform noise.
+  """Creates images with a random pattern for each class, plus uniform noise.
 
-  Labels go round (0, 1, ..., num_classes - 1, 0, ...), so that every class has
-  its share in any prefix. Train and test share the patterns, not the noise.
+  Labels repeat 0, 1, ..., num_classes - 1, so that every prefix contains the
+  classes in equal shares. Training and test images have the same patterns but
+  different noise.
 
   Args:
-    num_train: training examples, at least 1.
-    num_test: test examples, at least 1.
-    num_classes: at least 2.
-    seed: a seed of patterns and noise, at least 0.
+    num_train: number of training examples, at least 1.
+    num_test: number of test examples, at least 1.
+    num_classes: number of classes, at least 2.
+    seed: seed of patterns and noise, at least 0.
 
   Returns:
-    The data set 'synthetic'. O(n) time and one byte a pixel.
+    The data set 'synthetic'. Takes O(n) time and one byte per pixel.
 
   Raises:
-    DataError: a size or the seed is out of its range.
+    DataError: if a size or the seed is out of range.
   """
   for name, value, least in (
     ('num_train', num_train, 1),

@@ -1,4 +1,4 @@
-"""TFRecord shards of images, as `extract` leaves them: their records and a source.
+"""TFRecord shards of images, as `extract` writes them: their records and a source.
 
 A record is a `tf.train.Example` with `image_raw` (the pixels, row by row),
 `label`, `height` and `width`.
@@ -41,12 +41,12 @@ FEATURES = {
   'height': tf.io.FixedLenFeature([], tf.int64),
   'width': tf.io.FixedLenFeature([], tf.int64),
 }
-# Large enough to amortise a step of the reader, small enough to stay in cache.
+# Large enough to amortize a step of the reader, small enough to stay in cache.
 _READ_BATCH = 1024
 
 
 def check_split(split: str) -> None:
-  """Raises an UnsupportedOptionError for another split than train and test."""
+  """Raises an UnsupportedOptionError unless `split` is train or test."""
   if split not in SPLITS:
     raise errors.UnsupportedOptionError(
       f'split={split!r}', "'train' or 'test'", "write split='train'"
@@ -58,23 +58,23 @@ def tfrecords(
   split: str,
   parse_fn: Callable[[tf.Tensor], Any] | None = None,
 ) -> data.TFRecords:
-  """Returns a split that was extracted, as a source for `make_dataset`.
+  """Returns an extracted split as a source for `make_dataset`.
 
   Args:
-    directory: as `extract` leaves it.
+    directory: output directory of `extract`.
     split: 'train' or 'test'.
-    parse_fn: of `TFRecords`, for records of another schema; by default records
-      are 28x28 images.
+    parse_fn: argument of `TFRecords`, for records of another schema. By default
+      records are 28x28 images.
 
   Raises:
-    DataError: as `manifest.read_complete`; or there is no shard of the split; or
-      the first record is no such image.
-    UnsupportedOptionError: another `split`.
+    DataError: like `manifest.read_complete`, and if the split has no shard, or the
+      first record is not such an image.
+    UnsupportedOptionError: if `split` is unknown.
   """
   paths, counts = _shards(directory, split)
   if parse_fn is not None:
     return data.TFRecords(paths, parse_fn, counts)
-  next(_read(paths[0], 1))  # One record shows which data were extracted.
+  next(_read(paths[0], 1))  # One record shows whether the data are images.
   return data.TFRecords(
     paths, parse_examples, counts, decode_fn=images_lib.scale
   )
@@ -86,14 +86,14 @@ def load_tfrecords(
   """Loads both splits of a directory of shards into memory.
 
   Args:
-    directory: as `extract` leaves it.
+    directory: output directory of `extract`.
     num_classes: labels are in [0, num_classes).
 
   Returns:
-    The data set in the order of its sources. O(bytes), about 10 us an example.
+    The data set in the order of its sources. Takes O(bytes), about 10 us per example.
 
   Raises:
-    DataError: as `tfrecords`; or a shard fails its checksum or holds other
+    DataError: like `tfrecords`, and if a shard has a wrong checksum or other
       records. The message names the file.
   """
   splits = []
@@ -115,7 +115,7 @@ def serialize_image(image: bytes, label: int) -> bytes:
     'height': _int64(height),
     'width': _int64(width),
   }
-  # The entries of a map have no order of their own.
+  # The entries of a map have no order.
   return tf.train.Example(
     features=tf.train.Features(feature=feature)
   ).SerializeToString(deterministic=True)
@@ -131,10 +131,10 @@ def parse_examples(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     Images uint8 [b, 28, 28, 1] and labels int64 [b].
 
   Raises:
-    tf.errors.InvalidArgumentError: a record is of another kind.
+    tf.errors.InvalidArgumentError: if a record is not such an image.
   """
   parsed = tf.io.parse_example(records, FEATURES)
-  # Without `fixed_length`, which would pad or cut an image in silence.
+  # Without `fixed_length`, which would silently pad or cut an image.
   pixels = tf.io.decode_raw(parsed['image_raw'], tf.uint8)
   labels = parsed['label']
   shape = tf.concat([tf.shape(labels), images_lib.IMAGE_SHAPE], axis=0)
@@ -145,7 +145,7 @@ def parse_examples(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _shards(directory, split) -> tuple[list[str], list[int]]:
-  """Returns the paths of a split's shards, and how many records each has."""
+  """Returns the paths of a split's shards, and the number of records in each."""
   check_split(split)
   where = os.fspath(directory)
   manifest = manifest_lib.read_complete(where)
@@ -165,7 +165,7 @@ def _read(path: str, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for records in tf.data.TFRecordDataset(path).batch(size):
       images, labels = parse_examples(records)
       yield images.numpy(), labels.numpy()
-  # TensorFlow fails to decode its own message about a record of other bytes.
+  # TensorFlow may fail to decode its own error message about a damaged record.
   except (tf.errors.OpError, UnicodeDecodeError) as e:
     raise errors.DataError(
       f'{path}: unreadable record ({e}); expected whole records with '

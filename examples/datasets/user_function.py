@@ -21,14 +21,14 @@ from tf_strategies import errors
 
 
 def split(option: str, name: str) -> tuple[str, str]:
-  """The module and the function that a name names.
+  """Splits a name into module and function.
 
   Args:
-    option: that holds the name.
+    option: option that contains the name.
     name: 'module:function'.
 
   Raises:
-    UnsupportedOptionError: it names nothing of the kind.
+    UnsupportedOptionError: if the name has another form.
   """
   module, colon, function = name.partition(':')
   parts = [*module.split('.'), function]
@@ -42,15 +42,15 @@ def split(option: str, name: str) -> tuple[str, str]:
 
 
 def find(option: str, name: str) -> Callable[..., Any]:
-  """Imports the function that a name names.
+  """Imports the function with this name.
 
   Args:
-    option: that holds the name.
-    name: 'module:function'; the module is looked for in the current directory
-      too, as `python -m` does.
+    option: option that contains the name.
+    name: 'module:function'. The module may also be in the current directory, as for
+      `python -m`.
 
   Raises:
-    UnsupportedOptionError: there is no such module or function.
+    UnsupportedOptionError: if there is no such module or function.
   """
   module_name, function_name = split(option, name)
   if os.getcwd() not in sys.path:

@@ -1,12 +1,12 @@
-"""Converts source files to TFRecord shards, all of them or those that changed.
+"""Converts all or only changed source files to TFRecord shards.
 
   python -m examples.datasets.extract --source=mnist.npz \
     --output_dir=mnist_tfrecords --mode=partial
 
-Every source file has shards of its own, and a manifest says which, and what the
-file was like. So a file that is changed, added or removed concerns its own
-shards and no others. A run that is killed at any point leaves a directory that
-readers refuse and that the next run completes, to the same bytes.
+Every source file has its own shards. A manifest lists them with the size, time and
+checksum of the file. So if a file is changed, added or removed, only its own shards
+are written. If a run is killed, readers refuse the directory until the next run has
+completed it, with the same bytes.
 
 Example:
 
@@ -50,7 +50,7 @@ MODES = ('partial', 'full')
 EXAMPLES_PER_SHARD = 8192
 _NAME = re.compile(r'[A-Za-z0-9_]+')
 _LOCK = '.extract.lock'
-# Work that a killed run may lose because the manifest does not tell of it yet.
+# Seconds of work that a killed run may lose, since the manifest lacks it.
 _SAVE_SECONDS = 2.0
 
 
@@ -99,20 +99,20 @@ def extract(
       mode='full' then.
     mode: 'partial' converts files that are new or changed since the last run,
       or whose shards are missing, truncated or edited; 'full' converts all.
-    name: of the data set, part of the names of shards.
-    split: that the examples of `convert_fn` belong to.
-    checksum: whether files of the same size and time as before are read, to see
-      whether they are the same. Files of another time always are.
-    examples_per_shard: where a shard ends and the next begins.
-    progress: called with a line for each source file.
+    name: name of the data set, which is part of the names of shards.
+    split: split of the examples of `convert_fn`.
+    checksum: whether to compare the checksums of files whose size and time are
+      unchanged. Checksums are always compared if only the time has changed.
+    examples_per_shard: maximum number of examples in a shard.
+    progress: function that is called with a line for each source file.
 
   Returns:
-    What was done. O(bytes of changed files), and O(files).
+    A report. Takes O(bytes of changed files), and O(files).
 
   Raises:
-    DataError: a source is missing or cannot be converted; the directory cannot
-      be written, holds another data set, or is extracted to at the moment.
-    UnsupportedOptionError: an option out of its range.
+    DataError: if a source is missing or cannot be converted, or if the directory
+      cannot be written, contains another data set, or is in use by another process.
+    UnsupportedOptionError: if an option is out of range.
   """
   _check(mode, name, examples_per_shard)
   units = converters.find_units(sources, convert_fn, split)
@@ -151,7 +151,7 @@ def _name_of(convert_fn: converters.ConvertFn) -> str:
 
 
 class _Extraction:
-  """One run: the manifest never tells of shards that are not as it says."""
+  """One run. The manifest never lists shards that differ from its entries."""
 
   def __init__(self, where, settings, checksum, progress):
     self._where = where
@@ -171,7 +171,7 @@ class _Extraction:
     ]
     changed = [unit for unit in units if unit.paths not in kept]
     if changed or gone or not old.is_complete:
-      # Before anything else: from here on the shards are in motion.
+      # Before anything else, since the shards change from here on.
       self._save(units, kept, is_complete=False)
       for entry in gone:
         self._progress(f'removed {_label(entry.key)}')
@@ -193,7 +193,7 @@ class _Extraction:
     )
 
   def _read_manifest(self) -> manifest_lib.Manifest:
-    """The last run's manifest, or an empty one if it is of no use."""
+    """Returns the manifest of the last run, or an empty one if it is unusable."""
     nothing = manifest_lib.Manifest(self._settings, (), False)
     if not manifest_lib.is_extracted(self._where):
       return nothing
@@ -210,7 +210,7 @@ class _Extraction:
     return manifest
 
   def _find_unchanged(self, units, old):
-    """The entries, by their sources, that need no conversion."""
+    """Returns the entries that need no conversion, by their sources."""
     if old.settings != self._settings:
       logging.warning(
         '%s was extracted by another convert_fn or with another '
@@ -223,7 +223,7 @@ class _Extraction:
     return {paths: entry for paths, entry in found.items() if entry}
 
   def _as_it_was(self, entry) -> manifest_lib.Entry | None:
-    """The entry, if neither its sources nor its shards have changed."""
+    """Returns the entry if neither its sources nor its shards have changed."""
     if entry is None:
       return None
     for shard in entry.shards:
@@ -237,7 +237,7 @@ class _Extraction:
     for source in entry.sources:
       if not manifest_lib.is_same(source.path, source, self._checksum):
         return None
-    # A file that was only touched need not be read again next time.
+    # Next time, a file with a new time but equal content need not be read.
     return dataclasses.replace(
       entry,
       sources=tuple(
@@ -283,7 +283,7 @@ class _Extraction:
     return manifest
 
   def _remove_all_but(self, kept) -> None:
-    """Removes shards that the manifest does not name, and no other files."""
+    """Removes only the shards that the manifest does not list."""
     names = {s.name for entry in kept.values() for s in entry.shards}
     for file_name in os.listdir(self._where):
       if shards.is_shard(file_name) and file_name not in names:
@@ -309,7 +309,7 @@ def _check(mode, name, examples_per_shard):
 
 @contextlib.contextmanager
 def _locked(where: str):
-  """Keeps other extractions out; the kernel lets go when a process ends."""
+  """Holds a lock against other extractions. It ends with the process."""
   with open(os.path.join(where, _LOCK), 'ab') as f:
     try:
       fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-r"""Converts source files to TFRecord shards, all of them or those that changed.
+r"""Converts all or only changed source files to TFRecord shards.
 
   python -m examples.datasets.extract --source=mnist.npz \
     --output_dir=mnist_tfrecords --mode=partial
 
-Files of your own, by a function that yields the examples of one:
+Your own files, with a function that yields the examples of a file:
 
   python -m examples.datasets.extract --source='raw/*.csv' \
     --convert=my_package.my_module:convert --name=flights --output_dir=flights
@@ -20,43 +20,44 @@ from tf_strategies import errors
 
 
 def define_flags():
-  """Defines the command's flags; called by the command alone."""
+  """Defines the flags of the command."""
   flags.DEFINE_multi_string(
     'source',
     None,
-    'A file, a pattern or a directory; may be given several times.',
+    'A file, a pattern or a directory. May be given several times.',
     required=True,
   )
-  flags.DEFINE_string('output_dir', None, 'Where to write.', required=True)
+  flags.DEFINE_string('output_dir', None, 'Output directory.', required=True)
   flags.DEFINE_enum(
-    'mode', 'partial', MODES, 'Convert what has changed, or everything.'
+    'mode', 'partial', MODES, 'Convert only changed files, or all.'
   )
   flags.DEFINE_string(
     'convert',
     None,
-    'module:function that yields the examples of a file; without it, the '
-    'formats of MNIST.',
+    'module:function that yields the examples of a file. By default the '
+    'formats of MNIST are read.',
   )
-  flags.DEFINE_string('name', 'mnist', 'Of the data set, in names of shards.')
+  flags.DEFINE_string(
+    'name', 'mnist', 'Name of the data set, in names of shards.'
+  )
   flags.DEFINE_enum(
-    'split', 'train', SPLITS, 'Of the examples that --convert yields.'
+    'split', 'train', SPLITS, 'Split of the examples of --convert.'
   )
   flags.DEFINE_bool(
     'checksum',
     False,
-    'Read files whose size and time are as before, too, to see whether they '
-    'are the same.',
+    'Also compare the checksums of files whose size and time are unchanged.',
   )
   flags.DEFINE_integer(
     'examples_per_shard',
     EXAMPLES_PER_SHARD,
-    'Where a shard ends and the next begins.',
+    'Maximum number of examples in a shard.',
     lower_bound=1,
   )
 
 
 def main(argv):
-  """Extracts, and prints the result."""
+  """Extracts, and prints the report."""
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {argv[1:]}.')
   args = flags.FLAGS
@@ -73,7 +74,7 @@ def main(argv):
       progress=lambda line: print(line, flush=True),
     )
   except errors.Error as e:
-    # The sentence is made for the user; a traceback would bury it.
+    # The message is meant for users. A traceback would hide it.
     print(e, file=sys.stderr)
     return 1
   print(

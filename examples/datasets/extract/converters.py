@@ -1,6 +1,6 @@
-"""What a source file becomes: serialized examples of one split or of several.
+"""Converts a source file to serialized examples of one or several splits.
 
-MNIST's formats are built in; for other files a user's function yields examples.
+MNIST's formats are built in. For other files a user's function yields examples.
 
 Example:
 
@@ -32,19 +32,19 @@ from examples.datasets import idx, npz, tfrecord
 from examples.datasets import images as images_lib
 from tf_strategies import errors
 
-# Function of a path. It yields the examples of the file, serialized or not, in
-# order.
+# Function of a path that yields the examples of the file in order, serialized or
+# not.
 ConvertFn = Callable[[str], Iterable[bytes | tf.train.Example]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """Files that are converted together: one file, in general.
+  """Files that are converted together, usually one file.
 
   Attributes:
-    paths: absolute.
-    convert: yields (split, serialized example).
+    paths: absolute paths.
+    convert: function that yields (split, serialized example).
   """
 
   paths: tuple[str, ...]
@@ -54,16 +54,16 @@ class Unit:
 def find_units(
   sources: Paths, convert_fn: ConvertFn | None, split: str
 ) -> list[Unit]:
-  """Finds the source files and what converts each.
+  """Finds the source files and their converters.
 
   Args:
     sources: as in `extract`.
     convert_fn: as in `extract`.
-    split: that the examples of `convert_fn` belong to.
+    split: split of the examples of `convert_fn`.
 
   Raises:
-    DataError: a path is missing, or is in no format that is built in.
-    UnsupportedOptionError: another `split`.
+    DataError: if a path is missing, or its format is not built in.
+    UnsupportedOptionError: if `split` is unknown.
   """
   tfrecord.check_split(split)
   paths = _find(sources, is_directory_whole=convert_fn is None)

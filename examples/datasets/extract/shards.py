@@ -1,4 +1,4 @@
-"""Writes the shards of one source file, so that they are whole or not there.
+"""Writes the shards of one source file. A shard is complete or does not exist.
 
 Example:
 
@@ -32,7 +32,7 @@ _SHARD = re.compile(
 
 
 def is_shard(file_name: str) -> bool:
-  """Returns whether a file is named as a shard of `extract`, finished or not."""
+  """Returns whether a file name is that of a finished or unfinished shard."""
   return bool(_SHARD.fullmatch(file_name))
 
 
@@ -44,22 +44,22 @@ def write(
   examples_per_shard: int,
   mtime_ns: int,
 ) -> tuple[manifest_lib.Shard, ...]:
-  """Writes examples to shards that carry the name of their source.
+  """Writes examples to shards whose names contain the name of their source.
 
-  Each shard is written under a temporary name, brought to disk and renamed.
-  Its time becomes that of its source, so that a second extraction of the same
-  source leaves the same files, whenever it runs.
+  Each shard is written under a temporary name, synced to disk and renamed. It gets
+  the modification time of its source, so that a second extraction of the same source
+  gives the same files.
 
   Args:
     directory: output directory.
     name: name of the data set.
-    source_paths: absolute paths; they determine the names of the shards.
+    source_paths: absolute paths. They determine the names of the shards.
     examples: (split, serialized example).
-    examples_per_shard: where a shard ends and the next one begins.
-    mtime_ns: the shards' time.
+    examples_per_shard: maximum number of examples in a shard.
+    mtime_ns: modification time of the shards.
 
   Returns:
-    The written shards, in order. O(examples), one shard a split open at a time.
+    The written shards, in order. Takes O(examples), with one open shard per split.
   """
   key = hashlib.sha256('\0'.join(source_paths).encode()).hexdigest()[:8]
   base = os.path.basename(source_paths[0]).split('.')[0]
@@ -86,7 +86,7 @@ def write(
 
 
 class _Shard:
-  """A shard that is being written; removed unless it is finished."""
+  """A shard that is being written. It is removed unless it is finished."""
 
   def __init__(self, directory: str, name: str, split: str):
     self.examples = 0
@@ -101,7 +101,7 @@ class _Shard:
     self.examples += 1
 
   def finish(self, mtime_ns: int) -> manifest_lib.Shard:
-    """Gives the shard its name."""
+    """Renames the finished shard."""
     temporary = f'{self._path}.tmp'
     self._writer.close()
     with open(temporary, 'rb') as f:
