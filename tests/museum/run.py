@@ -36,7 +36,7 @@ _REPOSITORIES = {
   'tensorflow': 'tensorflow/tensorflow',
 }
 _TITLES = ['Report', 'Reported symptom']
-_HEAD = """# Reported faults of TensorFlow's strategies
+_HEAD = """# Public bug reports of TensorFlow's strategies
 
 Each row is a report about TensorFlow's strategies. Its program, in
 [`tests/museum`](../tests/museum/programs.py), has the symptom and the structure of the
@@ -45,7 +45,7 @@ read, it reproduces only the symptom. Each program runs twice, and only the stra
 differs: `MirroredStrategy` and `RingMirroredStrategy`, `MultiWorkerMirroredStrategy` and
 `MultiWorkerRingStrategy`, TensorFlow's `ParameterServerStrategy` and ours. *right* means
 that the result equals one device's within 1e-5 (2e-3 with 16 bits), unless another result
-is named. If TensorFlow's strategy is *right*, the fault has been fixed since, or needs
+is named. If TensorFlow's result is *right*, the fault has been fixed since, or needs
 GPUs, several hosts or other data. On CPUs the error may differ from the reported one.
 
 ```bash
