@@ -1,1 +1,1 @@
-"""Benchmarks: ours beside the peers and a no-op, in one run."""
+"""Benchmarks: our code, other libraries and a no-op, measured in one run."""

@@ -1,16 +1,16 @@
-"""All-reduce between the devices of one process: ours beside TensorFlow's.
+"""All-reduce between the devices of one process: ours and TensorFlow's.
 
   python -m benchmarks.all_reduce
   python -m benchmarks.all_reduce --num_devices=4 --sets=resnet --rounds=10
   python -m benchmarks.all_reduce --quick --report_json=all_reduce.json
 
-Every peer runs the same step, a `tf.function` with one
-`replica_context.all_reduce` over all tensors of the set under
-`tf.distribute.MirroredStrategy`, which differ in their `cross_device_ops`
-alone. `identity` is that step without the all-reduce: the floor. The tensors
-are on their devices before, every peer's sums are compared with the exact ones
-before anything is timed, and the peers take turns. Each set on each number of
-devices has a process of its own.
+Every peer runs the same step under `tf.distribute.MirroredStrategy`: a
+`tf.function` with one `replica_context.all_reduce` over all tensors of the set.
+Only the `cross_device_ops` differ. `identity` is the step without the
+all-reduce, as the lower limit. The tensors are on their devices beforehand.
+Every peer's sums are compared with the exact ones before the measurement. The
+peers take turns. Each combination of set and number of devices has its own
+process.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import numpy as np
@@ -30,7 +30,7 @@ from absl import app, flags, logging
 from benchmarks import measure, peers, report, tensor_sets
 
 _DEVICE = flags.DEFINE_enum(
-  'device', 'cpu', ['cpu', 'gpu'], 'GPUs: virtual ones, if there is only one.'
+  'device', 'cpu', ['cpu', 'gpu'], 'GPUs are virtual if there is only one.'
 )
 _NUM_DEVICES = flags.DEFINE_list(
   'num_devices', None, 'Numbers of devices. Default: 2,4,8; quick: 2,4.'
@@ -38,7 +38,7 @@ _NUM_DEVICES = flags.DEFINE_list(
 _SETS = flags.DEFINE_list(
   'sets',
   None,
-  "Tensor sets: 'resnet', or a count and a size. Default: "
+  "Tensor sets: 'resnet', or count and size. Default: "
   '1x25MB,25x1MB,resnet; quick: 1x256KB,4x64KB.',
 )
 _ROUNDS = flags.DEFINE_integer(
@@ -47,9 +47,9 @@ _ROUNDS = flags.DEFINE_integer(
 _REPEATS = flags.DEFINE_integer(
   'repeats', 3, 'Timed calls in each turn.', lower_bound=1
 )
-_QUICK = flags.DEFINE_boolean('quick', False, 'Small defaults, for a try.')
+_QUICK = flags.DEFINE_boolean('quick', False, 'Small defaults.')
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
 
 # Sums of at most 16 of these are exact in float32.
@@ -58,15 +58,15 @@ _POSITIONS = 8191
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A peer, ready to be called.
+  """The compiled step of a peer.
 
   Attributes:
-    peer: whose step it is.
-    call: reduces all tensors and uses each sum on each replica: it returns
-      their first elements, `[replica][tensor]`. To return the sums themselves
-      TensorFlow would route them through the first device.
+    peer: the peer.
+    call: reduces all tensors and returns the first element of each sum,
+      `[replica][tensor]`, so that each replica uses its sums. TensorFlow would
+      route whole results through the first device.
     results: reduces all tensors and returns the sums, `[tensor][replica]`.
-    ops: the cross-device op; None for TensorFlow's default.
+    ops: the cross-device op, or None for TensorFlow's default.
   """
 
   peer: peers.Peer
@@ -76,7 +76,7 @@ class Step:
 
 
 def input_value(rank: int, shape: Sequence[int]) -> np.ndarray:
-  """Returns rank `rank`'s tensor: integers that tell ranks and places apart."""
+  """Returns the tensor of `rank`: integers that differ by rank and position."""
   size = int(np.prod(shape))
   return (
     (np.arange(size) % _POSITIONS + rank * _POSITIONS)
@@ -88,8 +88,8 @@ def input_value(rank: int, shape: Sequence[int]) -> np.ndarray:
 def place_inputs(shapes, devices: Sequence[str]) -> list[list[tf.Variable]]:
   """Returns `[replica][tensor]`, each value on its replica's device.
 
-  Variables, since a `tf.function` makes constants of small tensors, and folds
-  their sum before it is ever called.
+  They are variables, because a `tf.function` turns small tensors into constants
+  and computes their sum during tracing.
   """
   inputs = []
   for rank, device in enumerate(devices):
@@ -104,9 +104,9 @@ def build_step(
   inputs: list[list[tf.Variable]],
   strategies: dict[str, tuple[tf.distribute.Strategy, Any]],
 ) -> Step:
-  """Returns the peer's step over `inputs`; `MirroredStrategy` does the rest.
+  """Returns the peer's step over `inputs`, under a `MirroredStrategy`.
 
-  `strategies` keeps each peer's strategy and cross-device op for the next set.
+  Adds each peer's strategy and cross-device op to `strategies`, for the next set.
   """
   if peer.name not in strategies:
     ops = peer.make_ops() if peer.make_ops else None
@@ -116,7 +116,7 @@ def build_step(
 
   def read(context):
     replica_id = context.replica_id_in_sync_group
-    # A read of a variable has no device: without one the first would get all.
+    # Reads of variables would otherwise all run on the first device.
     with tf.device(devices[replica_id]):
       return [v.read_value() for v in inputs[replica_id]]
 
@@ -143,12 +143,12 @@ def build_step(
   def step():
     return strategy.experimental_local_results(run(reduce_and_use))
 
-  # A function returns before a GPU is done. Reading its results waits.
+  # A function may return before the GPU finishes. `numpy` waits for it.
   return Step(peer, lambda: [t.numpy() for t in step()], results, ops)
 
 
 def _check_devices(peer, reduced, devices):
-  """Checks in the graph: what a function returns tells no device."""
+  """Raises, during tracing, if a sum is on another device than its replica."""
   for index, replicas in enumerate(reduced):
     for tensor, device in zip(replicas, devices, strict=True):
       if not tensor.device.endswith(device):
@@ -159,10 +159,10 @@ def _check_devices(peer, reduced, devices):
 
 
 def check(step: Step, shapes, devices: Sequence[str]) -> None:
-  """Compares what every replica gets with the exact sums.
+  """Compares the results of every replica with the exact sums.
 
   Raises:
-    RuntimeError: a result differs.
+    RuntimeError: if a result differs.
   """
   outputs = step.results()
   firsts = step.call()
@@ -180,7 +180,7 @@ def check(step: Step, shapes, devices: Sequence[str]) -> None:
 
 
 def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
-  """Bytes into the busiest device: by our plan, or by the peer's formula."""
+  """Returns the bytes into the busiest device, by our plan or the peer's formula."""
   if step.peer.busiest_bytes_in is None:
     return max(step.ops.last_bytes_in)
   sizes = [4 * int(np.prod(shape)) for shape in shapes]
@@ -190,7 +190,7 @@ def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
 def run_set(
   name: str, num_devices: int, rounds: int, repeats: int, device: str = 'cpu'
 ) -> list[dict[str, object]]:
-  """Runs `measure_set` in a process that has no devices yet."""
+  """Runs `measure_set` in this process, which must not have created devices yet."""
   devices = measure.split_device(device, num_devices)
   return measure_set(name, devices, rounds, repeats, {})
 
@@ -204,22 +204,22 @@ def measure_set(
 ) -> list[dict[str, object]]:
   """Measures every peer on one tensor set.
 
-  TensorFlow's collectives number groups and instances by strategy, but keep
-  their sizes and shapes by process: a second default `MirroredStrategy` would
-  join the first one's group, and abort where they differ. So all sets of a
-  process need the same devices and the same `strategies`.
+  All sets of a process need the same devices and the same `strategies`.
+  TensorFlow's collectives number groups and instances by strategy, but store
+  their sizes and shapes by process. A second default `MirroredStrategy` would
+  join the group of the first one, and abort if they differ.
 
   Args:
-    name: the tensor set.
-    devices: what to reduce over.
-    rounds: turns of each peer.
-    repeats: timed calls in each turn.
-    strategies: by peer; empty for the first set of the process.
+    name: name of the tensor set.
+    devices: devices to reduce over.
+    rounds: number of turns of each peer.
+    repeats: number of timed calls in each turn.
+    strategies: strategies by peer. Empty for the first set of the process.
 
   Returns:
-    One record for each peer, as the JSON report has them.
+    One record for each peer, in the format of the JSON report.
   """
-  # Every strategy announces its devices, and every peer its algorithm.
+  # Strategies log their devices, and peers their algorithms.
   logging.set_verbosity(logging.ERROR)
   num_devices = len(devices)
   shapes = tensor_sets.by_name(name)
@@ -238,7 +238,7 @@ def measure_set(
 
 
 def _records(name, shapes, num_devices, steps, seconds):
-  """Returns one record for each peer, as the JSON report has them."""
+  """Returns one record for each peer, in the format of the JSON report."""
   spreads = {n: measure.Spread.of(s) for n, s in seconds.items()}
   fastest = min(
     spreads[s.peer.name].median_ms
@@ -260,7 +260,7 @@ def _records(name, shapes, num_devices, steps, seconds):
         'kind': step.peer.kind,
         **dataclasses.asdict(spread),
         'ratio_to_fastest_built_in': spread.median_ms / fastest,
-        # Both as nccl-tests define them.
+        # Both as defined by nccl-tests.
         'algorithm_bandwidth_gb_per_s': algorithm_bandwidth,
         'bus_bandwidth_gb_per_s': algorithm_bandwidth
         * (2 * (num_devices - 1) / num_devices),
@@ -324,7 +324,7 @@ def main(argv: Sequence[str]) -> None:
     ['1x256KB', '4x64KB'] if _QUICK.value else ['1x25MB', '25x1MB', 'resnet']
   )
   for name in names:
-    tensor_sets.by_name(name)  # A typo should not end an hour's run.
+    tensor_sets.by_name(name)  # Reports a typo before the measurement.
   rounds = _ROUNDS.value or (2 if _QUICK.value else 7)
   content = {
     'benchmark': 'all_reduce',

@@ -1,22 +1,24 @@
-"""What strategies cost on a GPU: a drill of twelve minutes that leaves figures.
+"""Measures the cost of strategies on a GPU, in at most twelve minutes.
 
   python -m benchmarks.gpu --data_path=mnist.npz --report_json=gpu.json
-  python -m benchmarks.gpu --device=cpu             small sizes, as a rehearsal
+  python -m benchmarks.gpu --device=cpu             small sizes, to try it out
   python -m benchmarks.gpu --parts=step,workers
 
-* step: a transformer of 110 million parameters in bfloat16, without a strategy and
-  under each of them; for some of them also compiled by XLA. Virtual GPUs share one
+* step: trains a transformer of 110 million parameters in bfloat16, without a strategy
+  and under each strategy, some of them also compiled by XLA. Virtual GPUs share one
   GPU and the batch is the same, so the ratio is the strategy's cost.
-* workers: two processes on the GPU train over the ring, beside torch's DDP over gloo.
-* all_reduce: two and four devices of one process, ours beside TensorFlow's.
-* links: the cost of a copy between devices, and between a device and the host.
-* mnist: both examples, to an accuracy of 0.985.
-* servers: two workers with a parameter server.
-* startup: seconds until a process has run an operation.
+* workers: trains in two processes on the GPU, over the ring and with torch's DDP over
+  gloo.
+* all_reduce: reduces over two and four devices of one process, by ours and by
+  TensorFlow's algorithms.
+* links: measures the cost of a copy between devices, and between device and host.
+* mnist: trains both examples to an accuracy of 0.985.
+* servers: trains two workers with a parameter server.
+* startup: measures the seconds until a process has run an operation.
 
-Each figure is printed, and saved in the report, as soon as it exists. Each part is
-one or two jobs, which run one after the other. A job has a share of the time that is
-left. When it is over, the job is ended, its rows stay, and the next one begins. The
+Each figure is printed and saved in the report immediately. Each part has one or two
+jobs, which run one after the other. A job gets a share of the remaining time. When
+that has passed, the job is ended, its rows are kept, and the next job begins. The
 exit status is 1 if a part failed or was cut off.
 """
 
@@ -39,7 +41,7 @@ from benchmarks import gpu_parts, processes, report
 from tf_strategies import errors
 from tf_strategies.launch import ports
 
-# Parts by importance: the seconds of 720 that each of their jobs may take.
+# Parts, the most important first, with the seconds of each of their jobs out of 720.
 SHARES = {
   'step': (180, 100),
   'workers': (30, 60),
@@ -50,31 +52,31 @@ SHARES = {
   'startup': (15,),
 }
 _PARTS = flags.DEFINE_list(
-  'parts', list(SHARES), f'Some of {",".join(SHARES)}.'
+  'parts', list(SHARES), f'Parts to run: {",".join(SHARES)}.'
 )
 _DEVICE = flags.DEFINE_enum(
-  'device', 'gpu', ['gpu', 'cpu'], 'Where; on CPUs sizes are small.'
+  'device', 'gpu', ['gpu', 'cpu'], 'Device. On CPUs, sizes are small.'
 )
 _DATA_PATH = flags.DEFINE_string(
-  'data_path', None, 'MNIST as .npz; without it the digits of scikit-learn.'
+  'data_path', None, 'MNIST as .npz. Default: digits of scikit-learn.'
 )
 _LIMIT = flags.DEFINE_float(
-  'limit_seconds', 720.0, 'When all parts must have ended.', lower_bound=1.0
+  'limit_seconds', 720.0, 'Time limit of all parts.', lower_bound=1.0
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', 'gpu.json', 'Where to write the rows.'
+  'report_json', 'gpu.json', 'JSON file for the rows.'
 )
 
-# Of the rows, what tables do not show.
-_LEFT_OUT = (
+# Fields of rows that tables do not show.
+_HIDDEN = (
   *('num_samples', 'loss', 'row_seconds', 'num_tensors', 'num_bytes', 'kind'),
   *('algorithm_bandwidth_gb_per_s', 'bus_bandwidth_gb_per_s'),
   *('busiest_bytes_in', 'copy_seconds', 'alpha_seconds'),
   *('beta_seconds_per_byte',),
 )
-# Largest relative difference between losses of the same steps in bfloat16.
+# Maximum relative difference between losses of the same steps in bfloat16.
 _TOLERANCE = 0.02
-# The tasks of a job that has several: the first one measures, and ends by itself.
+# Tasks of the jobs with several. The first task measures, and ends by itself.
 _TASKS = {
   'workers': [('worker', 0), ('worker', 1)],
   'servers': [('chief', 0), ('ps', 0), ('worker', 0), ('worker', 1)],
@@ -84,13 +86,13 @@ _TASKS = {
 def programs(
   part: str, number: int, ends_at: float, directory: str
 ) -> list[tuple[list[str], dict[str, str]]]:
-  """Returns the processes of a job: Python's arguments, and the environment.
+  """Returns the arguments of Python and the environment of each process of a job.
 
   Args:
-    part: the name of the part.
-    number: of the job in its part.
-    ends_at: when the job must have ended, on the monotonic clock.
-    directory: where its processes wait for each other.
+    part: name of the part.
+    number: number of the job in its part.
+    ends_at: monotonic time at which the job is ended.
+    directory: directory in which the processes wait for each other.
   """
   path = _DATA_PATH.value and os.path.abspath(_DATA_PATH.value)
 
@@ -110,7 +112,7 @@ def programs(
   found = []
   for i, (name, index) in enumerate(tasks):
     task = {'cluster': cluster, 'task': {'type': name, 'index': index}}
-    # Without it a call to a server that is gone waits for it to come back.
+    # Otherwise a call to a server that has ended waits for its return.
     env = {'TF_CONFIG': json.dumps(task), 'GRPC_FAIL_FAST': 'use_caller'}
     if name == 'ps':
       env['CUDA_VISIBLE_DEVICES'] = '-1'
@@ -119,13 +121,13 @@ def programs(
 
 
 def rows_of(part: str, number: int, ends_at: float) -> Iterator[dict[str, Any]]:
-  """Starts the processes of a job, and yields the rows of those that measure.
+  """Starts the processes of a job, and yields the measured rows.
 
   Raises:
-    TimeoutError: it did not end in time.
-    WorkerUnavailableError: it failed.
+    TimeoutError: if it did not end in time.
+    WorkerUnavailableError: if it failed.
   """
-  # TensorFlow reads it when it is imported. Processes share the GPU.
+  # TensorFlow reads it during import. Processes share the GPU.
   shared = {'TF_FORCE_GPU_ALLOW_GROWTH': 'true'}
   if _DEVICE.value == 'cpu':
     shared['CUDA_VISIBLE_DEVICES'] = '-1'
@@ -162,9 +164,9 @@ def rows_of(part: str, number: int, ends_at: float) -> Iterator[dict[str, Any]]:
 
 
 def add_ratio(rows: Sequence[dict[str, Any]]) -> None:
-  """Adds to the last row how it compares: with no strategy, or with torch.
+  """Adds to the last row its ratio to the row without a strategy or of torch.
 
-  A step whose loss is not that of the step without a strategy gets an error.
+  Adds an error if the loss differs from the one without a strategy.
 
   Example:
 
@@ -191,7 +193,7 @@ def add_ratio(rows: Sequence[dict[str, Any]]) -> None:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns the rows of a part as a Markdown table."""
   columns = [
-    c for c in dict.fromkeys(itertools.chain(*rows)) if c not in _LEFT_OUT
+    c for c in dict.fromkeys(itertools.chain(*rows)) if c not in _HIDDEN
   ]
   return report.markdown(
     columns, [[row.get(c) for c in columns] for row in rows]
@@ -199,7 +201,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _driver() -> str | None:
-  """Returns the version of the GPU's driver; None if it is not known."""
+  """Returns the version of the GPU's driver, or None if it is unknown."""
   with contextlib.suppress(errors.WorkerUnavailableError):
     query = ['--query-gpu=driver_version', '--format=csv,noheader']
     done = processes.run(
@@ -212,12 +214,12 @@ def _driver() -> str | None:
 def run(
   parts: Sequence[str], limit_seconds: float, path: str
 ) -> dict[str, Any]:
-  """Runs the jobs of the parts; returns the report.
+  """Runs the jobs of the parts, and returns the report.
 
   Args:
     parts: names of parts, in any order.
-    limit_seconds: when the last job must have ended.
-    path: the report, written again after each row.
+    limit_seconds: time limit of all jobs.
+    path: path of the report, which is written again after each row.
   """
   ends_at = time.monotonic() + limit_seconds
   content: dict[str, Any] = {'benchmark': 'gpu', 'command': report.command()}
@@ -259,7 +261,7 @@ def run(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Measures the parts that the flags name."""
+  """Measures the parts of the flag."""
   unknown = sorted(set(_PARTS.value) - set(SHARES))
   if len(argv) > 1 or unknown:
     raise app.UsageError(

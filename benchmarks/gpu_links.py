@@ -11,35 +11,35 @@ import numpy as np
 
 from benchmarks import measure
 
-# Copies in a chain, one after the other. What a call costs besides drops out of
-# the difference between two chains.
+# Copies in a chain, one after the other. The difference between two chains excludes
+# the fixed cost of a call.
 _FEW, _MANY = 2, 12
 
 
 def measure_copies(
   devices: Sequence[str], sizes: Sequence[int], rounds: int, repeats: int = 5
 ) -> list[dict[str, Any]]:
-  """Alpha and beta of a copy between two devices, and between host and device.
+  """Measures alpha and beta of copies between two devices, and host and device.
 
-  In a process that has done nothing yet. A copy is one of TensorFlow's in a graph,
-  with what the runtime adds: that is what each message of a schedule costs.
+  Must run before this process uses TensorFlow. Copies are made by TensorFlow in a
+  graph, so that they include the cost of the runtime, as messages of a schedule do.
 
   Args:
-    devices: names of two.
-    sizes: bytes.
-    rounds: turns of each size.
-    repeats: timed calls in each turn.
+    devices: names of two devices.
+    sizes: sizes in bytes.
+    rounds: number of turns of each size.
+    repeats: number of timed calls in each turn.
 
   Returns:
     For each pair `alpha_seconds`, `beta_seconds_per_byte`, `copy_seconds` by size,
-    and the `line` of `links.LINKS` that has these constants.
+    and the `line` of `links.LINKS` with these constants.
   """
-  # TensorFlow is imported late: it reads its environment then.
+  # Imported late, because TensorFlow reads its environment during import.
   import tensorflow as tf
 
   from tf_strategies.cross_device import links
 
-  # It would take away a copy that leads back.
+  # The optimizer would remove a copy that leads back.
   tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': True})
   first, second = devices
   ways = {
@@ -75,7 +75,7 @@ def measure_copies(
 
 
 def _chain(ends, size, count):
-  """Copies `size` bytes to and fro, `count` times; returns when that is done."""
+  """Returns a function that copies `size` bytes back and forth `count` times."""
   import tensorflow as tf
 
   with tf.device(ends[0]):
@@ -85,8 +85,8 @@ def _chain(ends, size, count):
   def copy():
     with tf.device(ends[0]):
       x = value.read_value()
-    for place in range(1, count + 1):
-      with tf.device(ends[place % 2]):
+    for copy_number in range(1, count + 1):
+      with tf.device(ends[copy_number % 2]):
         x = tf.identity(x)
     with tf.device(ends[0]):
       return tf.reduce_sum(x[:1])
@@ -95,9 +95,9 @@ def _chain(ends, size, count):
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-  """Returns alpha and beta, both at least 0, of `alpha + beta * size`.
+  """Fits `alpha + beta * size`. Returns alpha and beta, both at least 0.
 
-  Errors are relative to the measured times, so that small sizes count too.
+  Minimizes relative errors, so that small sizes count too.
 
   Example:
 

@@ -1,4 +1,4 @@
-"""The processes that `benchmarks.gpu` starts; each function is one of them.
+"""The processes that `benchmarks.gpu` starts. Each public function is one of them.
 
 A process prints each figure as a line of JSON as soon as it exists.
 """
@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-# No process needs both TensorFlow and torch: functions import them.
+# Functions import TensorFlow or torch: no process needs both.
 from benchmarks import measure
 
-# By job: strategies, how many devices they use, and of how many. XLA compiles those
-# of the first job only: it takes more than a minute for each.
+# By job: strategies with the numbers of used and of all devices. XLA takes more than a
+# minute for each strategy, so it compiles only those of the first job.
 STEPS = (
   (
     ('none', 1, 1),
@@ -45,7 +45,7 @@ STEPS = (
 SIZES = {
   'gpu': {
     'transformer': {'length': 256, 'width': 768, 'layers': 12, 'words': 16_000},
-    # Of a batch of the transformer, and of the dense model.
+    # Rows of a batch of the transformer, and of the dense model.
     'rows': (16, 512),
     'dense': {'width': 1250, 'layers': 4},
     'steps': 20,
@@ -64,7 +64,7 @@ SIZES = {
   },
 }
 _WARMUP = 3
-# Memory of a GPU that its parts share.
+# GPU memory that the virtual GPUs share.
 _GIGABYTES = 64.0
 
 
@@ -74,12 +74,12 @@ class Job:
 
   Attributes:
     device: 'cpu' or 'gpu'.
-    number: of the job in its part.
-    began: when its processes were started, on the monotonic clock.
-    ends_at: when they are ended.
-    data_path: of MNIST; None if it is not there.
-    index: of the process in its job.
-    directory: where the processes of a job wait for each other.
+    number: number of the job in its part.
+    began: monotonic time at which its processes were started.
+    ends_at: monotonic time at which they are ended.
+    data_path: path of MNIST, or None if it is missing.
+    index: number of the process in its job.
+    directory: directory in which the processes of a job wait for each other.
   """
 
   device: str
@@ -132,7 +132,7 @@ def transformer(length: int, width: int, layers: int, words: int):
 def step(job: Job) -> None:
   """Trains the transformer under the strategy of this process.
 
-  The processes of the job compile at the same time, and are timed one at a time.
+  The processes of the job compile at the same time, but are timed one by one.
   """
   name, used, count = STEPS[job.number][job.index]
   devices = _split(job, count)
@@ -148,8 +148,8 @@ def step(job: Job) -> None:
   strategy = strategy_named(name, devices[:used])
   for is_xla in (False, True)[: 2 - job.number]:
     row = {'strategy': name, 'parts': f'{used} of {count}', 'xla': is_xla}
-    with _meeting(job, f'timed {is_xla}'), _reported(row):
-      with _meeting(job, f'ready {is_xla}'):
+    with _wait_at_exit(job, f'timed {is_xla}'), _reported(row):
+      with _wait_at_exit(job, f'ready {is_xla}'):
         idle = _gigabytes(devices, 'current')
         keras.utils.set_random_seed(1)
         with strategy.scope():
@@ -164,8 +164,8 @@ def step(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _meeting(job: Job, name: str) -> Iterator[None]:
-  """Waits at the end for other processes of the job, also if the body fails."""
+def _wait_at_exit(job: Job, name: str) -> Iterator[None]:
+  """Waits for the other processes of the job at exit, even if the body raises."""
   try:
     yield
   finally:
@@ -174,7 +174,7 @@ def _meeting(job: Job, name: str) -> Iterator[None]:
 
 
 def _wait(job: Job, name: str, count: int) -> None:
-  """Waits for the first processes, but not longer than for 0.7 of the time that is left."""
+  """Waits for the first `count` processes, for at most 0.7 of the remaining time."""
   give_up_at = 0.3 * time.monotonic() + 0.7 * job.ends_at
   paths = [pathlib.Path(job.directory, f'{name} {i}') for i in range(count)]
   while time.monotonic() < give_up_at and not all(p.exists() for p in paths):
@@ -182,7 +182,7 @@ def _wait(job: Job, name: str, count: int) -> None:
 
 
 def workers(job: Job) -> None:
-  """Trains a dense model beside another worker: by itself, then with it."""
+  """Trains a dense model on two workers: independently, then together."""
   if job.number == 0:
     return _torch_worker(job)
   devices = _split(job, 1)
@@ -197,7 +197,7 @@ def workers(job: Job) -> None:
       with _reported(row):
         model, data = _dense(strategy, job, is_xla)
         _fit(model, data, 1)
-        # Both workers must be busy while one is timed.
+        # Each worker is timed while the other one is busy too.
         ring.process_group.barrier(name=f'{peer} {is_xla}')
         row |= _fit(model, data, job.size['steps'])
         median = row['median_ms']
@@ -236,7 +236,7 @@ def _torch_worker(job: Job) -> None:
       loss = torch.nn.functional.mse_loss(net(x), x.tanh())
       loss.backward()
       optimizer.step()
-      loss.item()  # It waits for the GPU.
+      loss.item()  # Waits for the GPU.
       times.append(time.perf_counter())
     row = {'by': 'torch', 'peer': name, 'xla': False, **_spread(times)}
     alone = alone or row['median_ms']
@@ -244,7 +244,7 @@ def _torch_worker(job: Job) -> None:
 
 
 def all_reduce(job: Job) -> None:
-  """Reduces each set of tensors over two or four devices, by peers in turns."""
+  """Reduces each set of tensors over two or four devices, with all peers in turns."""
   devices = _split(job, (2, 4)[job.number])
   from benchmarks import all_reduce as benchmark
 
@@ -257,7 +257,7 @@ def all_reduce(job: Job) -> None:
 
 
 def links(job: Job) -> None:
-  """Measures the constants of copies between devices, and to the host."""
+  """Measures the constants of copies between devices, and device and host."""
   devices = _split(job, 2)
   from benchmarks import gpu_links
 
@@ -268,12 +268,12 @@ def links(job: Job) -> None:
 
 
 def mnist(job: Job) -> None:
-  """Runs an example to its accuracy; without MNIST on scikit-learn's digits."""
+  """Runs an example to its accuracy, on MNIST or else scikit-learn's digits."""
   example = ('mnist_keras_fit', 'mnist_custom_loop')[job.number]
   words = ['--dataset=digits', '--min_accuracy=0.9']
   if job.data_path:
     words = [f'--data_path={job.data_path}', '--min_accuracy=0.985']
-    # A quarter of the steps of the examples' default.
+    # A quarter of the steps of the example's default.
     words += ['--global_batch_size=256', '--scale_learning_rate']
     words += ['--warmup_steps=100']
   elif importlib.util.find_spec('sklearn') is None:
@@ -298,7 +298,7 @@ def mnist(job: Job) -> None:
 
 
 def servers(job: Job) -> None:
-  """Trains a dense model with a parameter server, or serves, as TF_CONFIG says."""
+  """Trains a dense model with a parameter server, or serves, according to TF_CONFIG."""
   import tensorflow as tf
 
   config = json.loads(os.environ['TF_CONFIG'])
@@ -311,7 +311,7 @@ def servers(job: Job) -> None:
 
   alone = None
   for mode in ('none', 'sync', 'async'):
-    # In a synchronous step each of the two workers takes a batch.
+    # In a synchronous step each of the two workers trains on a batch.
     rows = job.size['rows'][1] * (2 if mode == 'sync' else 1)
     row = {'mode': mode, 'rows': rows}
     with _reported(row):
@@ -342,7 +342,7 @@ def _emit_environment() -> None:
 
 
 def _fit(model, data, samples: int, block: int = 1) -> dict[str, Any]:
-  """Trains; returns the spread of a step's time, and the mean loss.
+  """Trains, and returns the spread of a step's time and the mean loss.
 
   A sample is a step, or a block of steps that do not wait for each other.
   """
@@ -354,7 +354,7 @@ def _fit(model, data, samples: int, block: int = 1) -> dict[str, Any]:
     getattr(model.distribute_strategy, 'join', int)()
     times.append(time.perf_counter() / block)
 
-  # Keras reads the loss before it calls either, which waits for the GPU.
+  # Keras reads the loss before either callback, which waits for the GPU.
   clock, lengths = {'on_epoch_end': note}, (samples + _WARMUP, block)
   if block == 1:
     clock, lengths = {'on_train_batch_end': note}, (1, samples + _WARMUP)
@@ -375,7 +375,7 @@ def _spread(times: Sequence[float]) -> dict[str, Any]:
 
 
 def _dense(strategy, job: Job, is_xla: bool):
-  """Returns a dense model, and its data: batches of one worker."""
+  """Returns a dense model and a data set with batches for one worker."""
   import keras
   import tensorflow as tf
 
@@ -397,7 +397,7 @@ def _dense(strategy, job: Job, is_xla: bool):
 
 
 def strategy_named(name: str, devices: Sequence[str]):
-  """Returns a strategy on these devices: ours, TensorFlow's, or none."""
+  """Returns the named strategy on these devices. 'none' is the default strategy."""
   import tensorflow as tf
 
   import tf_strategies as tfs
@@ -410,7 +410,7 @@ def strategy_named(name: str, devices: Sequence[str]):
 
 
 def _gigabytes(devices: Sequence[str], which: str) -> float | None:
-  """Returns the memory of GPUs in use; 'current' begins a new 'peak'."""
+  """Returns the used memory of the GPUs. 'current' also resets the peak."""
   import tensorflow as tf
 
   memory = tf.config.experimental
@@ -425,12 +425,12 @@ def _gigabytes(devices: Sequence[str], which: str) -> float | None:
 
 @contextlib.contextmanager
 def _reported(row: dict[str, Any]) -> Iterator[None]:
-  """Prints the row that the body completes, with the error if it raises."""
+  """Prints the row after the body has completed it, with the error if it raises."""
   try:
     yield
   except Exception as e:
     traceback.print_exc()
-    # TensorFlow's own strategy may be unable to do what ours can.
+    # TensorFlow's strategy may not support the step.
     key = 'skipped' if row.get('strategy') == 'mirrored' else 'error'
     row[key] = f'{type(e).__name__}: {str(e)[-300:]}'
   _emit(**row)
@@ -444,10 +444,10 @@ def main(argv: Sequence[str]) -> None:
   """Runs the process of a part.
 
   Args:
-    argv: the program's name, the part, the fields of its `Job` as JSON.
+    argv: the program's name, the part, and the fields of its `Job` as JSON.
   """
   globals()[argv[1]](Job(**json.loads(argv[2])))
-  # TensorFlow may take seconds to tear itself down.
+  # The shutdown of TensorFlow may take seconds.
   os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""Times several functions beside each other, fairly.
+"""Compares the run times of several functions fairly.
 
-A machine speeds up, slows down and is shared. Peers that are timed one after
-the other see different machines, so here they take turns.
+The speed of a machine changes, and other programs use it. So functions take turns
+instead of running one after the other.
 """
 
 import concurrent.futures
@@ -19,10 +19,10 @@ class Spread:
   """Median and spread of some durations, in milliseconds.
 
   Attributes:
-    median_ms: half of the samples took longer.
-    p10_ms: a tenth of the samples was at least as fast.
-    p90_ms: a tenth of the samples was at least as slow.
-    num_samples: how many there were.
+    median_ms: median.
+    p10_ms: 10th percentile.
+    p90_ms: 90th percentile.
+    num_samples: number of samples.
   """
 
   median_ms: float
@@ -47,11 +47,10 @@ class Spread:
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
-  """Yields all names in an order of its own for each round.
+  """Yields all names in a random order for each round.
 
-  What one leaves in the caches and the allocator slows down or speeds up the
-  next one, and should not always hit the same. The orders are the same in every
-  run.
+  A function changes the caches and the allocator, which affects the next one. Random
+  orders spread this over all functions. The orders are the same in every run.
 
   Example:
 
@@ -59,8 +58,8 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
     ['bca', 'acb', 'acb']
 
   Args:
-    names: who takes turns.
-    rounds: how often each has its turn.
+    names: names of the functions.
+    rounds: number of turns of each.
   """
   names = list(names)
   for turn in range(rounds):
@@ -76,7 +75,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
   """Returns the durations of each function's calls, in seconds.
 
-  In each round every function runs `repeats` times, in the order of `turns`.
+  In each round, every function runs `repeats` times, in the order of `turns`.
 
   Example:
 
@@ -85,12 +84,12 @@ def take_turns(
     (6, 6)
 
   Args:
-    functions: what to call, by name. A call returns when its work is done.
-    rounds: how often each function has its turn.
-    repeats: timed calls in a turn.
-    warmup: calls before the timed ones of each turn, which bring a function's
-      memory back into the caches and the allocator.
-    clock: tells the time in seconds.
+    functions: functions by name. A call must return when its work is done.
+    rounds: number of turns of each function.
+    repeats: number of timed calls in a turn.
+    warmup: number of untimed calls at the start of each turn. They bring a
+      function's memory back into the caches and the allocator.
+    clock: returns the time in seconds.
   """
   seconds = {name: [] for name in functions}
   for order in turns(functions, rounds):
@@ -102,7 +101,7 @@ def take_turns(
         start = clock()
         result = call()
         seconds[name].append(clock() - start)
-        # Freed outside of the timed span, and before the next call allocates.
+        # Frees memory outside of the timed span and before the next call.
         del result
   return seconds
 
@@ -116,17 +115,19 @@ def in_a_process(function: Callable, *args):
 
 
 def split_device(device: str, count: int, gigabytes: float = 16.0) -> list[str]:
-  """Names of `count` devices of this process, which has done nothing yet.
+  """Creates `count` logical devices, and returns their names.
+
+  Must be called before this process uses TensorFlow.
 
   Args:
     device: 'cpu' or 'gpu'.
-    count: how many; GPUs that are not there are parts of the first one.
-    gigabytes: of memory of each part of a GPU.
+    count: number of devices. If there are fewer GPUs, the first one is split.
+    gigabytes: memory of each part of a GPU.
 
   Raises:
-    RuntimeError: there is no such device.
+    RuntimeError: if there is no such device.
   """
-  # TensorFlow is imported late: it reads its environment then.
+  # Imported late, because TensorFlow reads its environment during import.
   import tensorflow as tf
 
   kind = device.upper()
