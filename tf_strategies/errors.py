@@ -1,4 +1,4 @@
-"""Typed errors: "Expected <what is supported>, got <the value>. Fix: <a change>."
+"""Typed errors. A message says what was expected, what was given, and the fix.
 
 `except tfs.errors.Error` catches all errors of this package and no others. Errors
 about an argument are `ValueError`s too. Errors about the world outside (a lost peer, a

@@ -148,7 +148,9 @@ def api_page(room: str) -> str:
     if (_ROOT / f'{name.replace(".", "/")}.py').exists() and room != 'errors':
       # A module that is a public name.
       lines += ['    options:', '      members: [run]', '']
-      lines += [f'::: {name}_job.Job']
+      lines += [f'::: {name}_job.Job', '    options:']
+      # Without `run`, which `tfs.elastic.run` calls.
+      lines += ['      members: [strategy, position, restore, update, fit]']
     lines.append('')
   return '\n'.join(lines)
 
