@@ -17,7 +17,7 @@ Example:
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 # Categories.
 STEP = 'step'
@@ -45,15 +45,9 @@ class Event(NamedTuple):
   args: dict[str, Any]
 
 
-class Sink(Protocol):
-  """Takes events in the threads that record them, as a list or a deque can."""
-
-  def append(self, event: Event, /) -> None:
-    """Takes one."""
-
-
-# What takes the events; None while the recorder is off.
-sink: Sink | None = None
+# What takes the events, in the threads that record them, by its `append`, as a list or a
+# deque can. None while the recorder is off.
+sink: Any = None
 
 # The clock of all events.
 now = time.perf_counter_ns
@@ -64,7 +58,7 @@ def is_on() -> bool:
   return sink is not None
 
 
-def listen(new_sink: Sink | None) -> None:
+def listen(new_sink: Any) -> None:
   """Has all further events go to one sink, or to none."""
   global sink
   sink = new_sink

@@ -67,9 +67,18 @@ def diagnose(
 
   See `ControlPlane.suspect`. `said` holds the `GroupState.describe()` of each rank that answered.
   """
-  if suspicion['seconds'] is None:
-    return _diagnose_mismatch(members, suspicion, said)
-  return _diagnose_timeout(members, suspicion, said)
+  explain = _mismatch if suspicion['seconds'] is None else _timeout
+  error, message, ranks = explain(members, suspicion, said)
+  member = members[ranks[0]]
+  return state_lib.FailureReport(
+    error,
+    message,
+    member.rank,
+    member.address,
+    suspicion['name'] or None,
+    suspicion['sequence'],
+    ranks,
+  )
 
 
 def stall(
@@ -136,7 +145,8 @@ def _place(description) -> tuple | None:
   )
 
 
-def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
+def _mismatch(members, suspicion, said) -> tuple[str, str, Sequence[int]]:
+  """Returns the type of the error, its message and the ranks that it is about."""
   sequence, reporter = suspicion['sequence'], suspicion['reporter']
   peer = next(iter(suspicion['ranks']), reporter)
   texts = {
@@ -158,21 +168,17 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
       f'{members[reporter]} does {suspicion["text"]}; '
       f'{members[peer]} does something else'
     )
-  member = members[differing[0]]
-  return state_lib.FailureReport(
+  return (
     'CollectiveMismatchError',
     f'The ranks disagree on collective {sequence}: {told}. All ranks must '
     'call the same collectives in the same order, with the same names, dtypes '
     'and sizes.',
-    member.rank,
-    member.address,
-    suspicion['name'] or None,
-    sequence,
     differing,
   )
 
 
-def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
+def _timeout(members, suspicion, said) -> tuple[str, str, Sequence[int]]:
+  """Returns what `_mismatch` does, for ranks that have not arrived."""
   sequence, tag = suspicion['sequence'], suspicion['tag']
   what = f'{suspicion["text"]} (sequence {sequence})'
   there = {r for r, place in said.items() if place['sequence'] >= sequence}
@@ -187,15 +193,11 @@ def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
     why = 'all ranks are there, but the bytes do not move: waiting for ' + (
       ', '.join(str(members[rank]) for rank in late[:_NAMED])
     )
-  member = members[late[0]]
-  return state_lib.FailureReport(
+  return (
     'CollectiveTimeoutError',
     f'{what} did not finish within {suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
     'at what that worker does, or raise collective_timeout_seconds.',
-    member.rank,
-    member.address,
-    suspicion['name'] or None,
-    sequence,
+    late,
   )
 
 

@@ -278,7 +278,7 @@ class ProcessGroup:
 
   def pending_joiners(self) -> tuple[int, ...]:
     """Returns the tasks that wait for the group to form again; none if not elastic."""
-    return self._control.joiners() if self.elastic else ()
+    return self._control.joiners()
 
   def abort(self, reason: str) -> None:
     """Makes the group fail on every rank, with this rank and the reason."""

@@ -20,20 +20,20 @@ _MEMBERS = [
 _MESSAGE = 7, _MEMBERS[1]
 
 
-def _proposal(dial=None, on_cut=None):
-  return formation.Proposal(7, _MEMBERS, 0, dial, on_cut, [])
+def _proposal(dial=None):
+  return formation.Proposal(7, _MEMBERS, mock.Mock(task=0), dial)
 
 
 class LinksTest(parameterized.TestCase):
   def test_failed_connection_is_retried_once_and_then_reported(self):
     dial = mock.AsyncMock(side_effect=TimeoutError('it does not answer'))
-    note_cut = mock.Mock()
-    links = _proposal(dial, note_cut)
+    links = _proposal(dial)
     with self.assertRaises(execution.LinkClosedError) as raised:
       asyncio.run(links.connect([1]))
     self.assertEqual(raised.exception.rank, 1)
     self.assertEqual(dial.await_count, 2)
-    note_cut.assert_called_once_with(1, 'life 1', 'it does not answer')
+    [*cut, _] = links._table.note_cut.call_args.args
+    self.assertEqual(cut, [1, 'life 1', 'it does not answer'])
 
   @parameterized.parameters((6, 'life 1'), (7, 'before'))
   def test_link_of_another_group_is_refused(self, generation, life):

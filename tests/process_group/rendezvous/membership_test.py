@@ -155,7 +155,7 @@ class CutTest(parameterized.TestCase):
   def make(self, life='life 1', **settings):
     """Returns three workers. The third cannot connect to the second."""
     first, second, third = (_make(task, **settings) for task in _ADDRESSES)
-    third.note_cut(membership.Cut(1, life, 'it does not answer', 0.0))
+    third.note_cut(1, life, 'it does not answer', 0.0)
     _meet(first, second, third)
     return first, second, third
 
@@ -177,7 +177,7 @@ class CutTest(parameterized.TestCase):
   def test_next_proposal_waits_for_all_workers_to_report(self):
     first, second, third = (_make(task) for task in _ADDRESSES)
     _meet(first, second, third)
-    first.proposal_failed(1.0)
+    first.failed_at = 1.0
     _meet(first, second, now=1.1)
     self.assertIsNone(first.proposal(1.1))
     _meet(first, third, now=1.2)

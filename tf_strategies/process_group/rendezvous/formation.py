@@ -18,6 +18,7 @@ from typing import Any
 from tf_strategies.process_group import execution, plan, state
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol
+from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
@@ -34,11 +35,8 @@ class Proposal:
   Args:
     generation: generation of the group.
     members: the members by rank.
-    task: number of this process.
+    table: what this process knows of the tasks.
     dial: function that connects to a task.
-    on_cut: function that is called with each task that cannot be reached, its incarnation
-      and the reason.
-    gone: tasks that this process knows to have died.
 
   Attributes:
     seated: the task of each rank, in order, and its incarnation.
@@ -51,20 +49,17 @@ class Proposal:
     self,
     generation: int,
     members: Sequence[state.Member],
-    task: int,
+    table: membership.MembershipTable,
     dial: Callable[[int], Awaitable[connection_lib.Connection]],
-    on_cut: Callable[[int, str, str], None],
-    gone: Sequence[int],
   ):
-    self._gone = gone
+    self._table = table
     self._members = members
     self.seated = {member.task: member.incarnation for member in members}
-    self._rank = list(self.seated).index(task)
+    self._rank = list(self.seated).index(table.task)
     self.state = state.GroupState(members, self._rank, generation)
     self.transport = transport.Transport(self.state.check)
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self._on_cut = on_cut
     self._dialled: set[int] = set()
     self._linked: collections.defaultdict[int, asyncio.Event] = (
       collections.defaultdict(asyncio.Event)
@@ -102,7 +97,7 @@ class Proposal:
     message = {
       'generation': self.state.generation,
       'members': self._members,
-      'gone': self._gone,
+      'gone': self._table.gone(),
     }
     connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
@@ -169,7 +164,8 @@ class Proposal:
     except (OSError, protocol.ProtocolError) as e:
       why = str(e) or type(e).__name__
       peer = self._members[rank]
-      self._on_cut(peer.task, peer.incarnation, why)
+      now = asyncio.get_running_loop().time()
+      self._table.note_cut(peer.task, peer.incarnation, why, now)
       raise execution.LinkClosedError(rank, why) from e
     finally:
       if connection is not None and kind is not _Kind.ACCEPT:

@@ -100,15 +100,15 @@ class MembershipTable:
     self._maximum = options.max_workers or len(self.addresses)
     self._window = options.window_seconds
     self._patience = options.heartbeat_timeout_seconds
-    self._enough_since: float | None = None
     self._seated: Mapping[int, str] = {}
     self._highest_generation = 0  # That any task has seen.
     self._is_closed = False
     self._least = 1
-    self._started_at = 0.0
+    self.started_at = 0.0
+    self._too_few_at = 0.0  # When there were last too few for a group.
     self._missing = ''
     self._cuts: dict[int, Cut] = {}
-    self._failed_at = -math.inf  # When the last proposal failed.
+    self.failed_at = -math.inf  # When the last proposal of this process failed.
 
   def hello(
     self, now: float = 0.0, with_addresses: bool = True
@@ -148,13 +148,12 @@ class MembershipTable:
       may_be_alone: whether this process may form a group of one.
       now: time of the monotonic clock, in seconds.
     """
-    self._started_at = now
+    self.started_at = self._too_few_at = now
     self._is_closed = is_closed
     self._least = 1 if may_be_alone or len(self.addresses) == 1 else 2
     self.state = Activity.FORMING
     self.progress = progress
     self.refusal = ''
-    self._enough_since = None
     self.views = {task: View() for task in self.views}
 
   def heard(
@@ -247,7 +246,7 @@ class MembershipTable:
   def _ask_lower(self, now: float) -> tuple[list[int], int, int]:
     """Returns the lower tasks to ask, and how many of them answer or still may."""
     asked, answering, failed, untried = [], 0, 0, 0
-    is_late = now - self._started_at > ANSWER_SECONDS
+    is_late = now - self.started_at > ANSWER_SECONDS
     for task, view in self.views.items():
       are_enough = answering + untried >= CANDIDATES + failed
       if task > self.task or answering >= CANDIDATES or are_enough:
@@ -281,9 +280,9 @@ class MembershipTable:
       and task in self._connected({**self._seated, task: view.incarnation}, now)
     )
 
-  def note_cut(self, cut: Cut) -> None:
-    """Notes that this process could not connect to a task."""
-    self._cuts[cut.task] = cut
+  def note_cut(self, task: int, *about: Any) -> None:
+    """Notes that this process could not connect to a task; see `Cut`."""
+    self._cuts[task] = Cut(task, *about)
 
   def _all_cuts(self) -> Iterator[tuple[int, Cut]]:
     """Yields the cuts that this process knows of, with the tasks that called."""
@@ -358,21 +357,15 @@ class MembershipTable:
       if are_enough:
         break
     if waits or not are_enough:
-      self._enough_since = None
+      self._too_few_at = now
       return None
-    if len(there) < self._maximum and not self._all_left_are(there):
-      if self._enough_since is None:
-        self._enough_since = now
-      if now - self._enough_since < self._window:
-        return None
+    may_be_more = len(there) < self._maximum and not self._all_left_are(there)
+    if may_be_more and now - self._too_few_at < self._window:
+      return None
     others = (self.views[t] for t in there if t != self.task)
-    if any(view.reached_at <= self._failed_at for view in others):
+    if any(view.reached_at <= self.failed_at for view in others):
       return None  # It may tell why the last proposal failed.
     return members[: self._maximum]
-
-  def proposal_failed(self, now: float) -> None:
-    """Notes that a proposal of this process failed."""
-    self._failed_at = now
 
   def _are_enough(
     self, members: Sequence[state_lib.Member], gone: Sequence[int] = ()

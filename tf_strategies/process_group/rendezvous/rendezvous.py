@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from absl import logging
 
@@ -96,7 +95,6 @@ class Rendezvous:
     self._proposal: formation.Proposal | None = None  # In the making.
     self._last_proposal: formation.Proposal | None = None
     self._formed: asyncio.Future | None = None
-    self._began = 0.0  # When this process last wanted a group.
     # First and last time at which this process had no file descriptor left.
     self._short = (-math.inf, -math.inf)
     sockets.allow(_DESCRIPTORS_PER_WORKER * len(addresses))
@@ -172,8 +170,7 @@ class Rendezvous:
     self, progress, is_closed, may_be_alone, check
   ) -> group_lib.ProcessGroup:
     members = self._membership
-    self._began = _now()
-    members.start(progress, is_closed, may_be_alone, self._began)
+    members.start(progress, is_closed, may_be_alone, _now())
     formed = self._formed = self._server.loop.create_future()
     tasks = [
       self._server.spawn(self._poll_some()),
@@ -216,10 +213,6 @@ class Rendezvous:
     return await connection_lib.dial(
       self._addresses[task], self._task, task, self._options
     )
-
-  def _note_cut(self, *about: Any) -> None:
-    """Remembers a task to which there is no way, though it may be alive."""
-    self._membership.note_cut(membership.Cut(*about, _now()))
 
   def _run_short(self, error: errors.ResourceLimitError) -> None:
     """Gives up if file descriptors stay away: no other worker is to blame."""
@@ -273,7 +266,7 @@ class Rendezvous:
 
   def _pause(self) -> float:
     """Returns the seconds between two questions to one worker."""
-    elapsed = _now() - self._began
+    elapsed = _now() - self._membership.started_at
     return min(
       _POLL_SECONDS_PER_WORKER * len(self._addresses)
       + min(_POLL_SECONDS, _FIRST_POLL_SECONDS + elapsed / 10),
@@ -322,7 +315,7 @@ class Rendezvous:
       generation = self._membership.next_generation()
       if await self._take_part(generation, members, None):
         return
-      self._membership.proposal_failed(_now())
+      self._membership.failed_at = _now()
       await asyncio.sleep(self._pause())
 
   async def _follow(self, connection, client, message) -> None:
@@ -340,9 +333,8 @@ class Rendezvous:
 
   async def _take_part(self, generation, members, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
-    gone = self._membership.gone()
     self._proposal = self._last_proposal = proposal = formation.Proposal(
-      generation, members, self._task, self._dial, self._note_cut, gone
+      generation, members, self._membership, self._dial
     )
     try:
       if leader is None:
