@@ -76,7 +76,6 @@ class DataLink:
   def __init__(self, rank: int, sock: socket.socket):
     self.rank = rank
     self.sock = sock
-    self.wakes_at = 1
     self.closed = False
     self.has_left = False
     self.header: Header | None = None
@@ -175,14 +174,6 @@ class DataLink:
       else:
         return word
     return None
-
-  def comes_as_bytes(self, size: int) -> bool:
-    """Returns whether a piece of so many bytes, not 0, is next and comes as bytes."""
-    return (
-      size > 0
-      and not self.unread
-      and (self._reader is None or size < _LEAST_IN_MEMORY)
-    )
 
   def read_bytes(self, view: memoryview) -> int:
     """Receives available bytes. Returns their number, 0 if there are none now."""

@@ -21,8 +21,6 @@ _POLL_SECONDS = 1.0
 # Bytes that are still on their way after this time arrive without this process.
 _FINISH_SECONDS = 1.0
 _FINISH_LOOK_SECONDS = 0.002
-# A wait for a large piece lasts until at least this much has come.
-_LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
 
@@ -121,8 +119,6 @@ class Transport:
     # Also those that were made meanwhile, by peers that are at another collective.
     for link in self._links.values():
       mask = run.mask(link)
-      if mask & _READ:
-        self._wake_at(link, run.left(link))
       if mask:
         poll.register(link.sock, mask)
         watched[link.sock.fileno()] = link
@@ -136,16 +132,6 @@ class Transport:
       link = watched[fd]
       link.blocked = False
       run.enqueue(link)
-
-  def _wake_at(self, link: link_lib.DataLink, left: int) -> None:
-    """Sleeps until a good part of a large piece has come.
-
-    Each wake-up costs more than the bytes that a single packet brings.
-    """
-    waits_for = min(max(left, 1), _LEAST_READ_BYTES)
-    if waits_for != link.wakes_at:
-      link.wakes_at = waits_for
-      link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
 
 
 class _TcpRun:
@@ -204,16 +190,6 @@ class _TcpRun:
     wants = link.receiving or bool(link.unread) or not is_planned
     reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
-
-  def left(self, link: link_lib.DataLink) -> int:
-    """Returns how many bytes are sure to come before anything else does; 0 if unknown."""
-    if link.incoming is not None:
-      return len(link.incoming)
-    # A header may be of another collective, after which nothing needs to follow.
-    if link.expects or not link.receives:
-      return 0
-    size = self._execution.plan.pieces[link.receives[0]].size
-    return size if link.comes_as_bytes(size) else 0
 
   def waiting(self) -> list[int]:
     """Returns the ranks whose bytes, or whose readiness, are missing."""
