@@ -48,6 +48,7 @@ class Execution:
   Attributes:
     wake: called for each piece that may move now, and for each piece that came too early;
       set by what moves the pieces.
+    early: the pieces that have come while their place was still in use.
   """
 
   def __init__(
@@ -68,10 +69,9 @@ class Execution:
       plan_lib.ARRAY: array.view(np.uint8),
       plan_lib.OUT: out.view(np.uint8),
     }
-    # Memory of pieces that were not received into their own place, and the pieces
-    # that have come while their place was still in use.
+    # Memory of pieces that were not received into their own place.
     self._received: dict[int, np.ndarray] = {}
-    self._early: set[int] = set()
+    self.early: set[int] = set()
 
   def memory(self, number: int) -> np.ndarray:
     """Returns the bytes of a piece, to send or to receive into."""
@@ -90,14 +90,10 @@ class Execution:
     self._received[number] = self._pool.take(piece.size, np.uint8)
     return self._received[number]
 
-  def is_early(self, number: int | None) -> bool:
-    """Returns whether a piece has come and waits for others."""
-    return number in self._early
-
   def receive(self, number: int) -> None:
     """Takes a piece that is in its `target`, or keeps it until those before are done."""
     if self.needs[number]:
-      self._early.add(number)
+      self.early.add(number)
       return
     is_term = self.plan.pieces[number].buffer == plan_lib.RECEIVED
     if number in self._received and not is_term:
@@ -116,8 +112,8 @@ class Execution:
         self._combine(piece)
         self.done(other)
         continue
-      if other in self._early:
-        self._early.remove(other)
+      if other in self.early:
+        self.early.remove(other)
         self.receive(other)
       self.wake(other)
 

@@ -45,10 +45,14 @@ def keep(make: Callable[[], socket.socket]) -> socket.socket:
   return sock
 
 
+def _new(family: int) -> socket.socket:
+  return keep(lambda: socket.socket(family, socket.SOCK_STREAM))
+
+
 async def connect(place: tuple[int, tuple]) -> socket.socket:
   """Returns a non-blocking socket that is connected to a family's address."""
   family, where = place
-  sock = keep(lambda: socket.socket(family, socket.SOCK_STREAM))
+  sock = _new(family)
   try:
     sock.setblocking(False)
     # The port that it gets may be the one of a task that starts later.
@@ -90,9 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
   """Returns a non-blocking listener at the first free address of a name."""
   problem = OSError('the name has no address')
   for family, where in names.resolve_now(host, port):
-    listener = keep(
-      lambda family=family: socket.socket(family, socket.SOCK_STREAM)
-    )
+    listener = _new(family)
     try:
       # A restarted worker takes its address back at once; two at a time cannot.
       listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import math
 import os
 import secrets
@@ -10,18 +11,19 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import connection as connection_lib
-from tf_strategies.process_group.network import protocol, server, sockets
-from tf_strategies.process_group.rendezvous import (
-  address_checks,
-  formation,
-  membership,
+from tf_strategies.process_group.network import (
+  local_users,
+  protocol,
+  server,
+  sockets,
 )
+from tf_strategies.process_group.rendezvous import formation, membership
 
 _Kind = protocol.Kind
 _POLL_SECONDS = 0.1
@@ -81,7 +83,7 @@ class Rendezvous:
     make_group: Callable[..., group_lib.ProcessGroup] = group_lib.ProcessGroup,
   ):
     self._options = options or options_lib.GroupOptions()
-    address_checks.check(addresses, self._options)
+    _check_addresses(addresses, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
@@ -398,15 +400,13 @@ class Rendezvous:
     members = self._membership
     seated = {member.task for member in group_state.members}
 
-    async def ask(task):
-      with contextlib.suppress(errors.Error, OSError):
-        await self._ask(task, is_once=True)
-
     while not group_state.failed.is_set():
       await asyncio.sleep(_WATCH_SECONDS)
       if members.state is not membership.Activity.RUNNING:
         return
-      await asyncio.gather(*(ask(t) for t in members.views if t not in seated))
+      others = [t for t in members.views if t not in seated]
+      questions = (self._ask(task, is_once=True) for task in others)
+      await asyncio.gather(*questions, return_exceptions=True)
       rival = members.rival_group(_now())
       if rival is not None:
         view = members.views[rival]
@@ -429,3 +429,47 @@ class Rendezvous:
 def _now() -> float:
   """Returns the time of the running loop. The server may not exist yet."""
   return asyncio.get_running_loop().time()
+
+
+def _check_addresses(
+  addresses: Mapping[int, str], options: options_lib.GroupOptions
+) -> None:
+  """Raises an error where these can never form a group.
+
+  Raises:
+    ClusterConfigError: an address is malformed.
+    UnsupportedOptionError: addresses that need a secret; more workers than there are.
+  """
+  same_user = options.same_user
+  for number, address in addresses.items():
+    host, _ = connection_lib.split_address(address)
+    option_checks.check(
+      not same_user or _is_loopback(host),
+      f'{address} of task {number}',
+      'addresses of this host (127.0.0.1, ::1, localhost) without a secret',
+      'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
+      'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
+      'the network keeps everybody else out',
+    )
+  option_checks.check(
+    not same_user or local_users.is_known(),
+    'a group without one',
+    'a secret on this operating system',
+    'set TFS_SECRET to the same 16 bytes or more on all workers and use '
+    'GroupOptions.from_env(); or pass allow_unauthenticated=True. The '
+    'system does not tell whose process a connection comes from',
+  )
+  minimum = options.min_workers
+  option_checks.check(
+    not option_checks.is_int(minimum) or minimum <= len(addresses),
+    f'min_workers={minimum}',
+    f'min_workers of at most {len(addresses)}, the number of addresses',
+    'lower it, or add addresses',
+  )
+
+
+def _is_loopback(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == 'localhost'

@@ -127,14 +127,14 @@ class DataLink:
     """Returns whether something waits to be sent."""
     return bool(self._output)
 
-  def end_output(self) -> None:
-    """Sends nothing more."""
-    with contextlib.suppress(OSError):  # The peer has gone.
-      self.sock.shutdown(socket.SHUT_WR)
-
   def drain(self) -> bool:
-    """Reads available bytes. Returns whether sent bytes have not reached the peer yet."""
+    """Ends the output, and reads available bytes.
+
+    Returns:
+      Whether sent bytes have not reached the peer yet.
+    """
     try:
+      self.sock.shutdown(socket.SHUT_WR)
       with contextlib.suppress(BlockingIOError):
         while self.sock.recv(_AHEAD_BYTES):
           pass

@@ -94,8 +94,6 @@ class Transport:
     """
     end = time.monotonic() + _FINISH_SECONDS
     links = [*self._links.values()]
-    for link in links:
-      link.end_output()
     while links and time.monotonic() < end:
       links = [link for link in links if link.drain()]
       if links:
@@ -236,7 +234,7 @@ class _TcpRun:
     """
     if link.header is not None:
       return True
-    return self._execution.is_early(link.received) and not link.unread
+    return link.received in self._execution.early and not link.unread
 
   def _look_at_header(self, link):
     """Compares a header that has come, if it is of this collective."""
