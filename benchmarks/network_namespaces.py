@@ -1,16 +1,16 @@
-"""Hosts to measure on: network namespaces on one machine, joined by slow links.
+"""Simulated hosts: network namespaces on one machine, connected by slow links.
 
-Between the processes of one machine nothing is slower than a copy in memory, so
-there a 16-bit wire costs more than it saves. On these hosts a link has the rate
-that it is given, in each direction, and can be cut:
+Processes of one machine communicate as fast as memory is copied, so a 16-bit wire
+costs more than it saves. On these hosts a link has a chosen rate in each direction,
+and can be cut:
 
   with network_namespaces.NetworkNamespaces(2, rate='200mbit') as hosts:
     hosts.run(0, ['ip', 'address'])
     hosts.cut_link(1)
 
-Needs Linux, root, and iproute2. All of it, also the switch, is in namespaces of
-its own: the machine's own network is not touched, nothing leaves, and two
-runs at once do not meet.
+Needs Linux, root, and iproute2. The hosts and the switch have their own namespaces,
+so they neither change nor use the network of the machine, and simultaneous runs are
+independent.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PREFIX = 'tfs-bench'
 _NAME = re.compile(rf'{_PREFIX}-(\d+)-(?:switch|host\d+)')
 _RATE = re.compile(r'([1-9]\d*)(kbit|mbit|gbit)')
 _UNITS = {'kbit': 10**3, 'mbit': 10**6, 'gbit': 10**9}
-# A bucket that refills too rarely would limit below the rate: 4 ms of it.
+# Token bucket of 4 ms. A smaller bucket would limit traffic below the rate.
 _BURST_SECONDS = 0.004
-_LEAST_BURST_BYTES = 1 << 17
+_MIN_BURST_BYTES = 1 << 17
 _MAX_HOSTS = 200
 
 
 def bits_per_second(rate: str) -> int:
-  """Returns what a rate means.
+  """Returns a rate in bits per second.
 
   Example:
 
@@ -48,10 +48,10 @@ def bits_per_second(rate: str) -> int:
     200000000
 
   Args:
-    rate: an integer and kbit, mbit or gbit, as tc has them.
+    rate: an integer and kbit, mbit or gbit, as in tc.
 
   Raises:
-    UnsupportedOptionError: it is written otherwise.
+    UnsupportedOptionError: if the rate has another format.
   """
   found = _RATE.fullmatch(rate)
   if found is None:
@@ -88,7 +88,7 @@ def missing() -> str | None:
 
 
 def remove_leftovers() -> list[str]:
-  """Removes hosts of runs that were killed; returns their names."""
+  """Removes the hosts of killed runs, and returns their names."""
   removed = []
   for line in _call('ip', 'netns', 'list').splitlines():
     found = _NAME.fullmatch(line.split()[0]) if line.split() else None
@@ -101,21 +101,22 @@ def remove_leftovers() -> list[str]:
 class NetworkNamespaces:
   """Network namespaces with addresses 10.77.0.1, 10.77.0.2 and so on.
 
-  A context manager. What still runs inside of the hosts at its end is ended.
+  A context manager, which ends the programs on the hosts at exit.
 
   Args:
-    count: how many hosts.
-    rate: of each host's link to the switch, in each direction, such as '1gbit';
-      None for no limit.
+    count: number of hosts.
+    rate: rate of each host's link to the switch, in each direction, such as '1gbit',
+      or None for no limit.
 
   Attributes:
-    addresses: of the hosts.
+    addresses: addresses of the hosts.
 
   Raises:
-    UnsupportedOptionError: the rate is malformed, or the machine cannot.
+    UnsupportedOptionError: if the rate is malformed, or the machine does not support
+      network namespaces.
   """
 
-  # Not a test, though it is called so.
+  # Not a test.
   __test__ = False
 
   def __init__(self, count: int, rate: str | None = None):
@@ -150,11 +151,11 @@ class NetworkNamespaces:
   def command(self, host: int, arguments: Sequence[str]) -> list[str]:
     """Returns the command that runs `arguments` on a host.
 
-    `ip netns exec` becomes the program that it starts, so that the process id
-    is the program's.
+    `ip netns exec` replaces itself by the program, so that the process id is the
+    program's.
 
     Args:
-      host: its number, from 0.
+      host: number of the host, from 0.
       arguments: the program and its arguments.
     """
     return ['ip', 'netns', 'exec', self._names[host], *arguments]
@@ -162,36 +163,36 @@ class NetworkNamespaces:
   def run(
     self, host: int, arguments: Sequence[str], timeout: float = _SECONDS
   ) -> subprocess.CompletedProcess:
-    """Runs a program on a host until its end; its output is text.
+    """Runs a program on a host until it ends. Its output is text.
 
     Args:
-      host: its number, from 0.
+      host: number of the host, from 0.
       arguments: the program and its arguments.
       timeout: seconds until it is killed.
 
     Raises:
-      WorkerUnavailableError: it took longer.
+      WorkerUnavailableError: if it took longer.
     """
     return processes.run(
       self.command(host, arguments), deadline_seconds=timeout
     )
 
   def cut_link(self, host: int) -> None:
-    """Takes a host off the network, without a word to its connections."""
+    """Disconnects a host from the network, without closing its connections."""
     self._set_link(host, 'down')
 
   def restore_link(self, host: int) -> None:
-    """Brings a host back to the network."""
+    """Connects a host to the network again."""
     self._set_link(host, 'up')
 
   def close(self) -> None:
-    """Ends what runs on the hosts and removes them; may be called twice."""
+    """Ends the programs on the hosts, and removes the hosts. May be called twice."""
     for name in (*self._names, self._switch):
       _delete(name)
 
   def _set_link(self, host: int, state: str) -> None:
-    # At the switch: the host keeps its address and its routes, as it does when
-    # somebody pulls the cable out of the other end.
+    # Cut at the switch, so that the host keeps its address and its routes, as with
+    # an unplugged cable.
     _call('ip', '-n', self._switch, 'link', 'set', f'port{host}', state)
 
   def _make(self) -> None:
@@ -224,7 +225,7 @@ class NetworkNamespaces:
 
 
 def _tbf(rate: int) -> tuple[str, ...]:
-  burst = max(_LEAST_BURST_BYTES, int(rate / 8 * _BURST_SECONDS))
+  burst = max(_MIN_BURST_BYTES, int(rate / 8 * _BURST_SECONDS))
   return (
     *('tbf', 'rate', f'{rate}bit', 'burst', str(burst)),
     *('latency', '100ms'),
@@ -237,22 +238,22 @@ def _call(*arguments: str) -> str:
   if done.returncode:
     raise errors.UnsupportedOptionError(
       f'Expected `{" ".join(arguments)}` to succeed, got: '
-      f'{_last_words(done)}. Fix: run it by hand as root to see more.'
+      f'{_error_text(done)}. Fix: run it by hand as root to see more.'
     )
   return done.stdout
 
 
-def _last_words(done: subprocess.CompletedProcess) -> str:
+def _error_text(done: subprocess.CompletedProcess) -> str:
   return done.stderr.strip().rstrip('.') or f'status {done.returncode}'
 
 
 def _delete(name: str) -> None:
-  """Removes a namespace with all that runs and all links that end in it."""
+  """Removes a namespace with its programs and links."""
   words = ('ip', 'netns', 'pids', name)
   pids = processes.run(words, deadline_seconds=_SECONDS)
   for pid in pids.stdout.split():
     try:
       os.kill(int(pid), signal.SIGKILL)
     except ProcessLookupError:
-      continue  # It was faster.
+      continue  # It has already ended.
   processes.run(('ip', 'netns', 'delete', name), deadline_seconds=_SECONDS)

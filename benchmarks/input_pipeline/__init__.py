@@ -1,1 +1,1 @@
-"""Which stage of an input pipeline is the bottleneck; a command, see `__main__`."""
+"""A command that finds the slowest stage of an input pipeline (see `__main__`)."""

@@ -1,12 +1,13 @@
-"""Measures input pipelines beside each other, and draws when the trainer is idle.
+"""Compares input pipelines, and draws when the trainer is idle.
 
   python -m benchmarks.input_pipeline --data_path=mnist.npz
   python -m benchmarks.input_pipeline --dataset=digits --train_step_ms=5 \
     --timeline=steps.svg --variants=naive,prefetch
   python -m benchmarks.input_pipeline --pipeline=my_program.input:dataset
 
-Each variant runs in a process of its own; rounds take turns. Items are rows of
-the first component of a batch. 'first batch' is from making the iterator.
+Each variant runs in its own process. Variants take turns in each round. Items are
+rows of the first component of a batch. 'first batch' is the time from the creation of
+the iterator to the first batch.
 """
 
 import importlib.util
@@ -30,9 +31,7 @@ from examples import datasets
 from examples.datasets import sources, user_function
 from tf_strategies import errors
 
-_DATASET = flags.DEFINE_enum(
-  'dataset', 'mnist', sources.DATASETS, 'What to read.'
-)
+_DATASET = flags.DEFINE_enum('dataset', 'mnist', sources.DATASETS, 'Data set.')
 _DATA_PATH = flags.DEFINE_string(
   'data_path', None, 'MNIST, as an .npz file or a directory.'
 )
@@ -40,10 +39,10 @@ _NUM_FILES = flags.DEFINE_integer(
   'num_files', 16, 'TFRecord files to write and read.', lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 256, 'Of each batch.', lower_bound=1
+  'batch_size', 256, 'Examples per batch.', lower_bound=1
 )
 _VARIANTS = flags.DEFINE_list(
-  'variants', None, 'Which rows; all of them by default.'
+  'variants', None, 'Variants to run. Default: all.'
 )
 _ROUNDS = flags.DEFINE_integer(
   'rounds', 5, 'Epochs of each variant.', lower_bound=1
@@ -51,46 +50,49 @@ _ROUNDS = flags.DEFINE_integer(
 _PIPELINE = flags.DEFINE_string(
   variants.OPTION,
   None,
-  'module:function that returns your tf.data.Dataset, to measure instead.',
+  'module:function that returns a tf.data.Dataset to measure instead.',
 )
 _STEPS = flags.DEFINE_integer(
-  'steps', 200, 'Batches of a --pipeline without end.', lower_bound=1
+  'steps', 200, 'Batches of an infinite --pipeline.', lower_bound=1
 )
 _TORCH_PYTHON = flags.DEFINE_string(
   'torch_python',
   sys.executable if importlib.util.find_spec('torch') else '',
-  "An interpreter that has torch; by default this one, if it has it. '' for "
-  'none.',
+  "Interpreter with torch. Default: this one, if it has torch. '' runs without "
+  'torch.',
 )
 _TRAIN_STEP_MS = flags.DEFINE_float(
-  'train_step_ms', 0.0, 'Simulated training step.', lower_bound=0.0
+  'train_step_ms',
+  0.0,
+  'Duration of a simulated training step.',
+  lower_bound=0.0,
 )
 _TIMELINE = flags.DEFINE_string(
   'timeline', None, 'Draw the first steps to this .svg file.'
 )
 _TIMELINE_STEPS = flags.DEFINE_integer(
-  'timeline_steps', 20, 'How many steps to draw.', lower_bound=1
+  'timeline_steps', 20, 'Number of steps to draw.', lower_bound=1
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
 _DEADLINE_SECONDS = flags.DEFINE_float(
-  'deadline_seconds', 120.0, 'How long an epoch may take.', lower_bound=1.0
+  'deadline_seconds', 120.0, 'Maximum duration of an epoch.', lower_bound=1.0
 )
 
-# Without a training step there would be nothing to draw.
-_LEAST_TRAIN_STEP_S = 1e-3
+# A timeline needs a training step.
+_MIN_TRAIN_STEP_S = 1e-3
 
 
 def names() -> list[str]:
   """Returns the variants to measure, in order.
 
   Raises:
-    UnsupportedOptionError: one is unknown, or cannot be measured here.
+    UnsupportedOptionError: if one is unknown, or cannot be measured here.
   """
   allowed = [*variants.NAMES]
   if _PIPELINE.value:
-    allowed = [*variants.OF_A_USER]
+    allowed = [*variants.USER_PIPELINES]
   elif _TORCH_PYTHON.value:
     allowed += torch_peer.NAMES
   for name in _VARIANTS.value or ():
@@ -136,12 +138,12 @@ def prepare(directory: str) -> dict[str, object]:
 
 
 def start(name: str, spec: dict[str, object]) -> worker_pool.WorkerPool:
-  """Starts a variant's process, and sends it what to open."""
+  """Starts a variant's process, and lets it open the variant."""
   module, python, env = 'actor', sys.executable, processes.python_environment()
   if name in torch_peer.NAMES:
     module, python = 'torch_peer', _TORCH_PYTHON.value
     if python != sys.executable:
-      # This interpreter's packages are not for that one.
+      # The other interpreter cannot use this one's packages.
       env = {'PYTHONPATH': ''}
   pool = worker_pool.WorkerPool(
     name,
@@ -156,10 +158,10 @@ def start(name: str, spec: dict[str, object]) -> worker_pool.WorkerPool:
 
 
 def draw_timeline(spec: dict[str, object]) -> None:
-  """Draws the first steps of a pipeline, without a prefetch and with it.
+  """Draws the first steps of a pipeline, without and with a prefetch.
 
   Raises:
-    WorkerUnavailableError: the pipeline failed.
+    WorkerUnavailableError: if the pipeline failed.
   """
   name = 'pipeline' if _PIPELINE.value else 'naive'
   train_step_s = _TRAIN_STEP_MS.value / 1e3
@@ -177,8 +179,8 @@ def draw_timeline(spec: dict[str, object]) -> None:
 
     if not train_step_s:
       found = record(prefetch=False)
-      # As long as the preparation: where overlapping gains most.
-      train_step_s = max(_LEAST_TRAIN_STEP_S, found.seconds / len(found.prep))
+      # Equal to the preparation, where a prefetch gains most.
+      train_step_s = max(_MIN_TRAIN_STEP_S, found.seconds / len(found.prep))
     drawn = {name: record(False), f'{name} with prefetch': record(True)}
   title = (
     f'{_TIMELINE_STEPS.value} steps of {_PIPELINE.value or _DATASET.value}, '
@@ -191,16 +193,16 @@ def draw_timeline(spec: dict[str, object]) -> None:
 
 
 def run() -> int:
-  """Measures, prints and writes what the flags ask for.
+  """Measures the chosen variants, and prints and writes the results.
 
   Returns:
     0, or 1 if a variant failed.
 
   Raises:
-    UnsupportedOptionError: flags that contradict each other, or a file that
-      could not be written.
-    DataError: data that cannot be read.
-    WorkerUnavailableError: the pipeline of the timeline failed.
+    UnsupportedOptionError: if flags contradict each other, or a file cannot be
+      written.
+    DataError: if the data cannot be read.
+    WorkerUnavailableError: if the pipeline of the timeline failed.
   """
   chosen = names()
   if _TIMELINE.value and not _TIMELINE.value.endswith('.svg'):
@@ -227,7 +229,7 @@ def run() -> int:
       _ROUNDS.value,
       _TRAIN_STEP_MS.value / 1e3,
     )
-    # First of all what took minutes to measure.
+    # Prints the rows first, since they took minutes.
     print(
       f'\n{_PIPELINE.value or _DATASET.value}, {_ROUNDS.value} rounds, '
       f'{os.cpu_count()} cores\n\n{rounds.table(rows)}\n'
@@ -244,13 +246,13 @@ def run() -> int:
 
 
 def main(argv):
-  """Measures and tells; returns 1 if anything failed."""
+  """Runs the benchmark. Returns 1 if anything failed."""
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {argv[1:]}.')
   try:
     return run()
   except errors.Error as e:
-    # The sentence is made for the user; a traceback would bury it.
+    # The message suffices. A traceback would hide it.
     print(e, file=sys.stderr)
     return 1
 

@@ -1,4 +1,4 @@
-"""A variant of tf.data in a process of its own."""
+"""A variant of tf.data in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.datasets import images as images_lib
 
 
 class Actor:
-  """Holds a dataset and measures it; `pool_worker` calls the methods.
+  """Holds a dataset and measures it. `pool_worker` calls the methods.
 
   Args:
     rank: always 0.
@@ -40,19 +40,19 @@ class Actor:
     self._dataset = variants.build(variant, variants.Source(**spec))
 
   def run(self, train_step_s: float) -> dict[str, float]:
-    """Runs an epoch, timed."""
+    """Measures an epoch."""
     return epoch.run(self._dataset, train_step_s, num_rows)
 
   def timeline(
     self, train_step_s: float, num_steps: int, prefetch: bool
   ) -> dict[str, Any]:
-    """Records the first steps; returns the fields of a `Timeline`."""
+    """Records the first steps, and returns the fields of a `Timeline`."""
     found = timeline.record(self._dataset, train_step_s, num_steps, prefetch)
     return dataclasses.asdict(found)
 
 
 def num_rows(batch: Any) -> int:
-  """Returns the length of the first component of a batch; 1 for a scalar."""
+  """Returns the length of the first component of a batch, or 1 for a scalar."""
   components = tf.nest.flatten(batch, expand_composites=True)
   if not components or components[0].shape.rank == 0:
     return 1

@@ -1,4 +1,4 @@
-"""Runs an epoch of a pipeline against a training step that only sleeps.
+"""Runs an epoch of a pipeline with a simulated training step, which sleeps.
 
 Example:
 
@@ -18,16 +18,16 @@ from typing import Any
 def run(
   batches: Iterable[Any], train_step_s: float, num_rows: Callable[[Any], int]
 ) -> dict[str, float]:
-  """Iterates batches to their end.
+  """Iterates over all batches.
 
   Args:
-    batches: of one epoch.
-    train_step_s: how long the consumer sleeps with each batch.
-    num_rows: returns the rows of a batch.
+    batches: batches of one epoch.
+    train_step_s: seconds for which the consumer sleeps after each batch.
+    num_rows: returns the number of rows of a batch.
 
   Returns:
-    `seconds` from before the iterator was made until the end, `first_batch_s`
-    from then until the first batch was there, `num_steps` and `num_items`.
+    `seconds` from the creation of the iterator to the end, `first_batch_s` from
+    there to the first batch, `num_steps` and `num_items`.
   """
   start = time.perf_counter()
   iterator = iter(batches)
@@ -38,7 +38,7 @@ def run(
       first = time.perf_counter() - start
     steps += 1
     items += num_rows(batch)
-    # A training step holds on to its batch no longer than this.
+    # A training step does not keep its batch either.
     del batch
     if train_step_s:
       time.sleep(train_step_s)

@@ -1,4 +1,4 @@
-"""Lets variants take turns, each in its process, and keeps their results."""
+"""Runs variants in turns, each in its own process, and collects their results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Row:
 
   Attributes:
     name: name of the variant.
-    rates: items a second, by round.
+    rates: items per second, by round.
     first_batch_ms: milliseconds to the first batch, by round.
-    prep_ms: milliseconds a step without a training step, by round.
-    step_ms: milliseconds a step with it, by round.
-    error: why it failed, if it did.
+    prep_ms: milliseconds per step without a training step, by round.
+    step_ms: milliseconds per step with a training step, by round.
+    error: error message; empty if it did not fail.
   """
 
   name: str
@@ -31,8 +31,8 @@ class Row:
   error: str = ''
 
   def record(self) -> dict[str, object]:
-    """Returns all of it, as the JSON report has it."""
-    return {**dataclasses.asdict(self), 'items_per_s': _middle(self.rates)}
+    """Returns all results, in the format of the JSON report."""
+    return {**dataclasses.asdict(self), 'items_per_s': _median(self.rates)}
 
 
 def run(
@@ -43,17 +43,17 @@ def run(
 ) -> list[Row]:
   """Measures variants in turns, in another order each round.
 
-  Each has a process, which first runs an epoch that is not counted. A variant that
-  fails is left alone from then on.
+  Each has its own process, which first runs an uncounted epoch. A variant that fails
+  is not run again.
 
   Args:
-    names: of the variants.
+    names: names of the variants.
     start: starts a variant's process and sends it `open`.
-    num_rounds: counted epochs of each.
-    train_step_s: how long the training step is; 0 for none.
+    num_rounds: number of counted epochs of each variant.
+    train_step_s: duration of the training step, or 0 for none.
 
   Returns:
-    A row a variant, in the order of `names`.
+    One row per variant, in the order of `names`.
   """
   rows = {name: Row(name) for name in names}
   running: dict[str, worker_pool.WorkerPool] = {}
@@ -77,7 +77,7 @@ def run(
     _count(running[name], rows[name], train_step_s)
 
   try:
-    # All start before any is waited for: loading TensorFlow takes seconds.
+    # Starts all processes first, because loading TensorFlow takes seconds.
     for action in (begin, warm_up):
       for name in [n for n in names if not rows[n].error]:
         attempt(action, name)
@@ -105,7 +105,7 @@ def _count(pool, row: Row, train_step_s: float) -> None:
 
 
 def _step_ms(found: dict[str, float]) -> float:
-  """Returns a steady step's: the first one waits for a shuffle buffer to fill."""
+  """Returns the mean step without the first one, which fills a shuffle buffer."""
   steps = found['num_steps']
   if steps == 1:
     return 1e3 * found['seconds']
@@ -113,7 +113,7 @@ def _step_ms(found: dict[str, float]) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-  """Returns a Markdown table of all rows; one that failed says so."""
+  """Returns a Markdown table of all rows, with their errors."""
   return report.markdown(
     [
       *('variant', 'items/s', 'slowest', 'fastest', 'first batch ms'),
@@ -125,11 +125,11 @@ def table(rows: Sequence[Row]) -> str:
         *(
           f'{value:,.0f}' if row.rates else None
           for value in (
-            *(_middle(row.rates), min(row.rates, default=0)),
+            *(_median(row.rates), min(row.rates, default=0)),
             max(row.rates, default=0),
           )
         ),
-        *map(_middle, (row.first_batch_ms, row.prep_ms, row.step_ms)),
+        *map(_median, (row.first_batch_ms, row.prep_ms, row.step_ms)),
         'failed' if row.error else None,
       ]
       for row in rows
@@ -137,5 +137,5 @@ def table(rows: Sequence[Row]) -> str:
   )
 
 
-def _middle(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
   return statistics.median(values) if values else None

@@ -1,9 +1,9 @@
-"""When a pipeline prepared which batch, and when the training step had it.
+"""Records when a pipeline prepares batches, and when training steps use them.
 
-The pipeline writes down the time itself, before and after each batch, on the
-thread that prepares it; the consumer writes down its steps. Stages that run
-ahead of the end of the pipeline (a parallel map, a prefetch inside) are not
-seen: there, preparing a batch is waiting for it.
+The pipeline records the time before and after each batch, in the thread that
+prepares it. The consumer records its steps. Stages that run ahead of the end of
+the pipeline (a parallel map, a prefetch inside) are not recorded: there, only the
+time that is spent waiting for a batch counts as its preparation.
 
 Example:
 
@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tf_strategies import errors
 
-# The first batches wait for a shuffle buffer to fill, once an epoch.
+# The first batches wait until the shuffle buffer is full.
 _SKIPPED = 3
 
 
@@ -33,11 +33,11 @@ class Timeline:
   """Some consecutive steps, in seconds from the first request for a batch.
 
   Attributes:
-    prep: when each batch was being prepared, by batch; one that was prepared
-      ahead may begin below 0.
-    train: when each training step ran.
-    seconds: from the first request to the end of the last step.
-    idle_share: of that time, in which no step ran.
+    prep: begin and end of the preparation of each batch. Negative for batches that
+      were prepared ahead.
+    train: begin and end of each training step.
+    seconds: time from the first request to the end of the last step.
+    idle_share: fraction of that time in which no step ran.
   """
 
   prep: list[tuple[float, float]]
@@ -55,13 +55,13 @@ def record(
   """Records consecutive steps, after the first three.
 
   Args:
-    dataset: repeated if it is shorter.
-    train_step_s: how long the consumer sleeps with each batch.
-    num_steps: how many steps to record.
+    dataset: batches, which are repeated if there are too few.
+    train_step_s: seconds for which the consumer sleeps after each batch.
+    num_steps: number of steps to record.
     prefetch: whether to append a prefetch.
 
   Raises:
-    DataError: the dataset is empty.
+    DataError: if the dataset is empty.
   """
   stamped = _stamped(dataset.repeat())
   if prefetch:
@@ -94,7 +94,7 @@ def record(
 
 def _stamped(dataset: tf.data.Dataset) -> tf.data.Dataset:
   """Yields the begin and end of each batch's preparation, in seconds since 1970."""
-  # Zip asks its inputs in turn, on one thread.
+  # Zip reads its inputs one after the other, in one thread.
   begins = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
   ends = tf.data.Dataset.zip((begins, dataset)).map(
     lambda begin, _: (begin, tf.timestamp())

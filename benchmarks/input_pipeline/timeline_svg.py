@@ -1,4 +1,4 @@
-"""A timeline as an SVG: when batches were prepared, when steps ran, who was idle.
+"""Draws timelines of batches, training steps and idle times as an SVG.
 
 Example:
 
@@ -35,8 +35,8 @@ def render(timelines: Mapping[str, timeline_lib.Timeline], title: str) -> str:
   """Returns an SVG document.
 
   Args:
-    timelines: by the names of the pipelines.
-    title: above them.
+    timelines: timelines by the names of the pipelines.
+    title: title of the drawing.
   """
   longest = max(found.seconds for found in timelines.values())
   scale = _WIDTH / longest
@@ -64,7 +64,7 @@ def _pipeline(name, found, y, scale) -> str:
     f'trainer idle {found.idle_share:.0%}</text>',
     f'<text class="lane" x="{_LEFT - 8}" y="{y + 38}">prepare a batch</text>',
     f'<text class="lane" x="{_LEFT - 8}" y="{train_y + 18}">train step</text>',
-    # Drawn under the steps, so that only the idle time stays visible.
+    # The steps cover it, so that only idle time stays visible.
     _box('idle', 0.0, found.seconds, train_y, scale),
   ]
   for number, (begin, end) in enumerate(found.prep, 1):
@@ -77,7 +77,7 @@ def _pipeline(name, found, y, scale) -> str:
 def _box(kind, begin, end, y, scale, number=None) -> str:
   begin = max(0.0, begin)
   if end <= begin:
-    return ''  # Prepared before the first step that is shown.
+    return ''  # Prepared before the first drawn step.
   x, width = _LEFT + begin * scale, (end - begin) * scale
   text = (
     f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.2f}" '

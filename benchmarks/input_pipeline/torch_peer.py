@@ -1,9 +1,9 @@
-"""The DataLoader of PyTorch as a peer; it needs no TensorFlow.
+"""The DataLoader of PyTorch as a peer, without TensorFlow.
 
-It runs in whatever interpreter has torch. The work is the same: shuffled uint8
-images to float32 in [0, 1], in batches. `batched` loads a whole batch by one
-index, which is the fastest way a DataLoader has; without it there is a call an
-example and the default collation.
+It runs in an interpreter with torch. The work is the same: shuffled uint8 images to
+float32 in [0, 1], in batches. `batched` loads a whole batch by one index, which is
+the fastest way of a DataLoader. Otherwise there is one call per example, and the
+default collation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ('torch_0', 'torch_2', 'torch_batched_0', 'torch_batched_2')
 
 
 class Actor:
-  """Holds a loader and measures it; `pool_worker` calls the methods.
+  """Holds a loader and measures it. `pool_worker` calls the methods.
 
   Args:
     rank: always 0.
@@ -29,11 +29,11 @@ class Actor:
     del rank
 
   def open(self, variant: str, spec: dict[str, Any]) -> None:
-    """Makes the loader.
+    """Creates the loader.
 
     Args:
-      variant: one of `NAMES`: batched or not, and how many workers.
-      spec: as `actor.Actor.open` has it.
+      variant: one of `NAMES`, with the number of workers.
+      spec: see `actor.Actor.open`.
     """
     import torch
     from torch.utils import data
@@ -44,7 +44,7 @@ class Actor:
     )
 
     class Examples(data.Dataset):
-      """An index, or a list of them, to images and labels."""
+      """Maps an index, or a list of indices, to images and labels."""
 
       def __len__(self):
         return len(labels)
@@ -68,5 +68,5 @@ class Actor:
     self._loader = data.DataLoader(examples, **options)
 
   def run(self, train_step_s: float) -> dict[str, float]:
-    """Runs an epoch, timed."""
+    """Measures an epoch."""
     return epoch.run(self._loader, train_step_s, len)

@@ -1,15 +1,14 @@
-"""The compared pipelines. Each adds one feature to the one before it.
+"""The compared pipelines. Each adds one feature to the previous one.
 
 The names are those of TensorFlow's guide "Better performance with the tf.data
 API". All shuffle and do the same work, uint8 to float32 in [0, 1], on the same
-examples. `cache` keeps whole batches, as the guide does, so later epochs repeat
-their batches. The names with `make_dataset` are `tfs.data`'s
-own, which caches examples.
+examples. `cache` caches whole batches, as in the guide, so later epochs repeat
+their batches. The names with `make_dataset` use `tfs.data`, which caches examples.
 
 TensorFlow rewrites pipelines: a sequential map becomes parallel, and a prefetch is
-appended. This is off in the cumulative variants, so that each does what its name
-says. `naive_rewritten` is `naive` with TensorFlow's rewrites. The other variants are
-not changed.
+appended. These rewrites are disabled in the cumulative variants, so that each is what
+its name says. `naive_rewritten` is `naive` with TensorFlow's rewrites. The other
+variants are not changed.
 
 Example:
 
@@ -36,21 +35,21 @@ from tf_strategies import data, errors
 _MAX_OPEN_FILES = 16
 _BLOCK_LENGTH = 16
 _SEED = 0
-# The flag that names a user's function.
+# The flag with the user's function.
 OPTION = 'pipeline'
 _AUTOTUNE = tf.data.AUTOTUNE
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """What variants read.
+  """The input of the variants.
 
   Attributes:
     arrays: the training split.
-    batch_size: examples of a batch.
-    directory: the same examples as TFRecord shards.
-    pipeline: 'module:function' of the user's.
-    steps: batches of an epoch of a user's dataset without end.
+    batch_size: number of examples per batch.
+    directory: directory with the same examples as TFRecord shards.
+    pipeline: the user's function, as 'module:function'.
+    steps: number of batches per epoch of an infinite dataset of the user.
   """
 
   arrays: images_lib.Images | None = None
@@ -61,23 +60,20 @@ class Source:
 
   @property
   def options(self) -> data.PipelineOptions:
-    """Our defaults."""
+    """Returns the default options of `tfs.data`."""
     return data.PipelineOptions(self.batch_size, seed=_SEED)
 
 
 def build(name: str, source: Source) -> tf.data.Dataset:
-  """Makes a variant by its name.
+  """Returns one epoch of batches of a variant.
 
   Args:
-    name: of `NAMES`.
-    source: what to read.
-
-  Returns:
-    One epoch of batches.
+    name: one of `NAMES` or `USER_PIPELINES`.
+    source: its input.
 
   Raises:
-    UnsupportedOptionError: the user's function returns no dataset.
-    DataError: as `make_dataset`.
+    UnsupportedOptionError: if the user's function does not return a dataset.
+    DataError: see `make_dataset`.
   """
   if name in _LITERAL:
     return _literal(_LITERAL[name](source))
@@ -107,7 +103,7 @@ def _parse_batch(records):
 
 
 def _records(source: Source, parallel: bool) -> tf.data.Dataset:
-  """Shuffled records of one file after the other, or of many at once."""
+  """Returns shuffled records. If `parallel`, reads many files at the same time."""
   shards = datasets.tfrecords(source.directory, 'train')
   paths = list(shards.paths)
   files = tf.data.Dataset.from_tensor_slices(paths)
@@ -117,8 +113,8 @@ def _records(source: Source, parallel: bool) -> tf.data.Dataset:
       tf.data.TFRecordDataset,
       cycle_length=cycle,
       block_length=_BLOCK_LENGTH,
-      # Readers wait more than they compute: one for each open file, where
-      # AUTOTUNE begins with as many as there are cores.
+      # Readers mostly wait, so use one for each open file. AUTOTUNE would begin
+      # with one per core.
       num_parallel_calls=cycle,
     )
   else:
@@ -126,7 +122,7 @@ def _records(source: Source, parallel: bool) -> tf.data.Dataset:
   return records.shuffle(shards.num_examples, seed=_SEED)
 
 
-def _one_by_one(source, parallel=False, calls=None) -> tf.data.Dataset:
+def _example_wise(source, parallel=False, calls=None) -> tf.data.Dataset:
   records = _records(source, parallel)
   return records.map(_parse_one, num_parallel_calls=calls).batch(
     source.batch_size
@@ -158,7 +154,7 @@ def _constant(source) -> tf.data.Dataset:
   return tf.data.Dataset.from_tensors(batch).repeat(count)
 
 
-def _of_a_user(source) -> tf.data.Dataset:
+def _user_pipeline(source) -> tf.data.Dataset:
   dataset = user_function.find(OPTION, source.pipeline)()
   if not isinstance(dataset, tf.data.Dataset):
     raise errors.UnsupportedOptionError(
@@ -166,7 +162,7 @@ def _of_a_user(source) -> tf.data.Dataset:
       'a function without arguments that returns a tf.data.Dataset',
       'return the dataset, before strategies or iterators',
     )
-  # Nothing ends an epoch, and a cache would keep it all.
+  # An infinite dataset needs an end of the epoch, also for the cache.
   is_endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
   return dataset.take(source.steps) if is_endless else dataset
 
@@ -174,26 +170,30 @@ def _of_a_user(source) -> tf.data.Dataset:
 _Builder = Callable[[Source], tf.data.Dataset]
 # These run exactly as written.
 _LITERAL: dict[str, _Builder] = {
-  'naive': _one_by_one,
-  'prefetch': lambda s: _one_by_one(s).prefetch(_AUTOTUNE),
-  'parallel_extract': lambda s: _one_by_one(s, True).prefetch(_AUTOTUNE),
-  'parallel_map': lambda s: _one_by_one(s, True, _AUTOTUNE).prefetch(_AUTOTUNE),
+  'naive': _example_wise,
+  'prefetch': lambda s: _example_wise(s).prefetch(_AUTOTUNE),
+  'parallel_extract': lambda s: _example_wise(s, True).prefetch(_AUTOTUNE),
+  'parallel_map': lambda s: _example_wise(s, True, _AUTOTUNE).prefetch(
+    _AUTOTUNE
+  ),
   'vectorised_map': lambda s: _vectorised(s).prefetch(_AUTOTUNE),
   'cache': lambda s: _vectorised(s).cache().prefetch(_AUTOTUNE),
   'naive_arrays': _naive_arrays,
   'constant': _constant,
 }
 _BUILDERS: dict[str, _Builder] = {
-  'naive_rewritten': _one_by_one,
+  'naive_rewritten': _example_wise,
   'make_dataset_tfrecords': lambda s: _tfrecords(s, cache='none'),
   'make_dataset_tfrecords_cache': lambda s: _tfrecords(s, cache='memory'),
   'make_dataset': lambda s: data.make_dataset(
     s.arrays, s.options, training=True
   ),
-  'pipeline': _of_a_user,
-  'pipeline_prefetch': lambda s: _of_a_user(s).prefetch(_AUTOTUNE),
-  'pipeline_cache': lambda s: _of_a_user(s).cache(),
+  'pipeline': _user_pipeline,
+  'pipeline_prefetch': lambda s: _user_pipeline(s).prefetch(_AUTOTUNE),
+  'pipeline_cache': lambda s: _user_pipeline(s).cache(),
 }
-OF_A_USER = ('pipeline', 'pipeline_prefetch', 'pipeline_cache')
-# Of the images.
-NAMES = tuple(name for name in (*_LITERAL, *_BUILDERS) if name not in OF_A_USER)
+USER_PIPELINES = ('pipeline', 'pipeline_prefetch', 'pipeline_cache')
+# The variants that read images.
+NAMES = tuple(
+  name for name in (*_LITERAL, *_BUILDERS) if name not in USER_PIPELINES
+)
