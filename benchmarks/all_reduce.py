@@ -315,7 +315,7 @@ def _world_sizes() -> list[int]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs the benchmark that the flags describe."""
+  """Runs the benchmark."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   report.check_target('report_json', _REPORT_JSON.value)

@@ -1,21 +1,20 @@
-"""Training with parameter servers: ours beside TensorFlow's strategy.
+"""Training with parameter servers: ours and TensorFlow's strategy.
 
   python -m benchmarks.parameter_server
   python -m benchmarks.parameter_server --models=cnn --num_workers=2 --rounds=2
 
-'stock' is tf.distribute.ParameterServerStrategy with a loop by hand, as its
-tutorial has it: a data set on each worker, a Keras optimizer, a closure a step.
-'ours' is Keras's `fit` under tfs.ParameterServerStrategy on data that the
-workers read, 'ours_fed' on batches that the coordinator hands out. All train
-the same model from the same weights on the same data, with Adam (25 MB: SGD
-with momentum); `fit` also keeps a mean of the loss, which 'stock' does not.
+'stock' is tf.distribute.ParameterServerStrategy with a custom loop, as in its
+tutorial: a data set on each worker, a Keras optimizer, and a closure per step.
+'ours' is Keras's `fit` under tfs.ParameterServerStrategy on data that the workers
+read. 'ours_fed' sends batches from the coordinator. All train the same model from the
+same weights on the same data, with Adam (SGD with momentum for 25 MB). `fit` also
+computes the mean loss, which 'stock' does not.
 
-Each peer has a cluster of processes of its own, on this machine. They are alive
-for the whole run and take turns. A turn begins with a block to warm up. Each
-block begins and ends with no step on the way; what happens between blocks (the
-ends of epochs) is not measured. After each turn the optimizer's count of steps
-must be exact; that of 'stock' misses steps that workers count at the same time
-('steps counted').
+Each peer has its own cluster of processes, on this machine. The clusters run during
+the whole benchmark and take turns. A turn begins with a block of warm-up steps. No
+step is in progress when a block begins or ends. The time between blocks (the ends of
+epochs) is not measured. After each turn the optimizer's count of steps must be exact.
+Only 'stock' may miss steps that workers count at the same time ('steps counted').
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
@@ -35,45 +34,46 @@ from benchmarks.parameter_server_peers import catalogue, jobs, results
 _MODELS = flags.DEFINE_list(
   'models',
   None,
-  f'Which of {",".join(catalogue.MODELS)}. Default: all.',
+  f'Any of {",".join(catalogue.MODELS)}. Default: all.',
 )
 _PEERS = flags.DEFINE_list(
   'peers',
   None,
-  f'Which of {",".join(p.name for p in catalogue.PEERS)}. Default: all.',
+  f'Any of {",".join(p.name for p in catalogue.PEERS)}. Default: all.',
 )
 _NUM_WORKERS = flags.DEFINE_list('num_workers', '1,2,4', 'Numbers of workers.')
 _NUM_PS = flags.DEFINE_integer('num_ps', 2, 'Parameter servers.', lower_bound=1)
 _STEPS_PER_EXECUTION = flags.DEFINE_list(
-  'steps_per_execution', '1,10', 'Steps in one call.'
+  'steps_per_execution', '1,10', 'Steps per call.'
 )
 _BATCH = flags.DEFINE_integer(
-  'per_replica_batch_size', 64, 'Rows of a worker.', lower_bound=1
+  'per_replica_batch_size', 64, 'Rows per worker.', lower_bound=1
 )
 _STEPS = flags.DEFINE_integer(
-  'steps', 300, 'Steps of a block, of all workers together.', lower_bound=1
+  'steps', 300, 'Steps per block, of all workers together.', lower_bound=1
 )
 _BLOCKS = flags.DEFINE_integer(
-  'blocks', 2, 'Samples in each turn, after one to warm up.', lower_bound=1
+  'blocks',
+  2,
+  'Measured blocks per turn, after one warm-up block.',
+  lower_bound=1,
 )
-_ROUNDS = flags.DEFINE_integer(
-  'rounds', 5, 'Turns of each peer.', lower_bound=1
-)
+_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns per peer.', lower_bound=1)
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
-  'How long a turn of a peer may take.',
+  'Maximum duration of a turn.',
   lower_bound=1.0,
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
 
 
 def run_case(
   running: Sequence[jobs.Job], model: str, num_workers: int, per_call: int
 ) -> dict[str, Any]:
-  """Measures all peers on one model, in turns; returns the records."""
+  """Measures all peers on one model, in turns, and returns the records."""
   by_name = {job.peer.name: job for job in running}
   built = {
     name: job.ask(
@@ -84,7 +84,7 @@ def run_case(
     )
     for name, job in by_name.items()
   }
-  results.check_beginnings({n: b['loss'] for n, b in built.items()})
+  results.check_initial_losses({n: b['loss'] for n, b in built.items()})
   turns = {name: [] for name in by_name}
   for order in measure.turns(by_name, _ROUNDS.value):
     for name in order:
@@ -115,7 +115,7 @@ def run_num_workers(
   models: Sequence[str],
   steps_per_execution: Sequence[int],
 ) -> list[dict[str, Any]]:
-  """Measures all peers with one number of workers; returns the cases."""
+  """Measures all peers with one number of workers, and returns the cases."""
   with contextlib.ExitStack() as stack:
     running = _start(stack, peers, num_workers)
     cases = []
@@ -178,7 +178,7 @@ def _progress(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs the benchmark that the flags describe."""
+  """Runs the benchmark."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   report.check_target('report_json', _REPORT_JSON.value)

@@ -1,4 +1,4 @@
-"""The measured peers: our all-reduces, TensorFlow's, and a no-op."""
+"""The measured peers: our and TensorFlow's all-reduces, and a no-op."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ class Peer:
   """One way to all-reduce the tensors of the replicas of one process.
 
   Attributes:
-    name: for tables and JSON.
-    kind: OURS, BUILT_IN, or FLOOR for a step that reduces nothing.
-    make_ops: makes the `CrossDeviceOps`; None leaves the choice to
+    name: name in tables and JSON.
+    kind: OURS, BUILT_IN, or FLOOR for a step without a reduction.
+    make_ops: creates the `CrossDeviceOps`. None uses the default of
       `tf.distribute.MirroredStrategy`.
-    busiest_bytes_in: bytes into the busiest device by formula, of the tensors'
-      sizes and the number of devices; None if the op itself knows.
+    busiest_bytes_in: computes the bytes into the busiest device from the sizes of the
+      tensors and the number of devices. None if the op counts them.
   """
 
   name: str
@@ -61,7 +61,7 @@ def for_devices(num_devices: int) -> tuple[Peer, ...]:
       to_one_bytes_in,
     ),
   ]
-  # It forms two groups of N // 2, so of an odd number it forgets one device.
+  # It forms two groups of N // 2, which omits a device if N is odd.
   if num_devices % 2 == 0:
     peers.append(
       Peer(
@@ -71,13 +71,13 @@ def for_devices(num_devices: int) -> tuple[Peer, ...]:
         hierarchical_copy_bytes_in,
       )
     )
-  # On CPUs TensorFlow's own collective, which is a ring.
+  # On CPUs this is TensorFlow's collective, a ring.
   peers.append(Peer('default', BUILT_IN, None, ring_bytes_in))
   return tuple(peers)
 
 
 def to_one_bytes_in(sizes: Sequence[int], num_devices: int) -> int:
-  """Bytes into the device that adds everything up.
+  """Returns the bytes into the device that computes all sums.
 
   Example:
 
@@ -88,7 +88,7 @@ def to_one_bytes_in(sizes: Sequence[int], num_devices: int) -> int:
 
 
 def ring_bytes_in(sizes: Sequence[int], num_devices: int) -> int:
-  """Bytes into each device of a balanced ring.
+  """Returns the bytes into each device of a balanced ring.
 
   Example:
 
@@ -99,10 +99,10 @@ def ring_bytes_in(sizes: Sequence[int], num_devices: int) -> int:
 
 
 def hierarchical_copy_bytes_in(sizes: Sequence[int], num_devices: int) -> int:
-  """Bytes into the busiest device of TensorFlow's hierarchical copy.
+  """Returns the bytes into the busiest device of TensorFlow's hierarchical copy.
 
-  Tensor i is added up by device i modulo N for its own half, by the device
-  half around from it for the other half, and copied back along the same ways.
+  Device i modulo N adds up tensor i for its half of the devices, and the opposite
+  device for the other half. The sum is copied back along the same paths.
 
   Example:
 

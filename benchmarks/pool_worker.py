@@ -1,4 +1,4 @@
-"""A process of a pool: connects to the pool's socket and runs its commands.
+"""A process of a pool, which connects to the pool's socket and runs its commands.
 
   python -m benchmarks.pool_worker <socket> <module:Class> <rank>
 
@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-# How a worker ends that has nobody left to work for.
+# Exit status of a worker after its pool has closed the connection.
 _ABANDONED_STATUS = 3
 
 
@@ -33,7 +33,7 @@ def _read(connection: socket.socket, commands: queue.SimpleQueue) -> None:
       for line in lines:
         commands.put(json.loads(line))
     except OSError:
-      pass  # The pool was killed. The process ends in any case.
+      pass  # The pool was killed.
   os._exit(_ABANDONED_STATUS)
 
 
@@ -46,11 +46,11 @@ def _answer(actor: object, command: dict) -> dict:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Serves commands for as long as the pool holds the connection.
+  """Runs commands until the pool closes the connection.
 
   Args:
     argv: the program's name, the path of the pool's Unix socket, the actor as
-      'module:Class', and the rank, or 'any'.
+      'module:Class', and the rank or 'any'.
   """
   path, name, rank_text = argv[1:]
   rank = None if rank_text == 'any' else int(rank_text)

@@ -1,4 +1,4 @@
-"""All-reduce between processes: ours beside TensorFlow's, gloo and MPI.
+"""All-reduce between processes: ours, TensorFlow's, gloo and MPI.
 
   python -m benchmarks.process_all_reduce
   python -m benchmarks.process_all_reduce --world_sizes=2 --link_rate=1gbit
@@ -6,13 +6,12 @@
     --peers=ours_tcp,mwms_ring --report_json=process_all_reduce.json
 
 Every peer sums one float32 array over all workers. The processes of all peers
-are alive for the whole run and take turns: one peer computes, the others wait
+run during the whole benchmark and take turns: one peer computes, the others wait
 for a command. Each sample begins with a barrier and is the time of the slowest
-rank; every rank's sums are compared with the exact ones before anything is
-timed.
+rank. Every rank's sums are compared with the exact ones before the measurement.
 
-With --link_rate the workers run on hosts of their own, joined by links of
-that rate (benchmarks/network_namespaces.py; needs root).
+With --link_rate each worker runs on its own simulated host. Links of that rate
+connect the hosts (benchmarks/network_namespaces.py, which needs root).
 """
 
 import contextlib
@@ -21,7 +20,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
@@ -41,22 +40,20 @@ _WORLD_SIZES = flags.DEFINE_list('world_sizes', '2,4', 'Numbers of workers.')
 _SIZES = flags.DEFINE_list(
   'sizes_bytes',
   '4096,65536,1048576,25000000,104857600',
-  'Bytes of the float32 array.',
+  'Sizes of the float32 array in bytes.',
 )
-_ROUNDS = flags.DEFINE_integer(
-  'rounds', 7, 'Turns of each peer.', lower_bound=1
-)
+_ROUNDS = flags.DEFINE_integer('rounds', 7, 'Turns per peer.', lower_bound=1)
 _REPEATS = flags.DEFINE_integer(
-  'repeats', 3, 'Samples in each turn.', lower_bound=1
+  'repeats', 3, 'Samples per turn.', lower_bound=1
 )
 _WARMUP = flags.DEFINE_integer(
-  'warmup', 1, 'Calls before the samples of each turn.', lower_bound=0
+  'warmup', 1, 'Warm-up calls per turn.', lower_bound=0
 )
 _PEERS = flags.DEFINE_list(
-  'peers', None, f'Which of {",".join(catalogue.NAMES)}. Default: all.'
+  'peers', None, f'Any of {",".join(catalogue.NAMES)}. Default: all.'
 )
 _TORCH_PYTHON = flags.DEFINE_string(
-  'torch_python', sys.executable, 'An interpreter that has torch, for gloo.'
+  'torch_python', sys.executable, 'Interpreter with torch, for gloo.'
 )
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
@@ -64,18 +61,18 @@ _LINK_RATE = flags.DEFINE_string(
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
-  'How long a turn of a peer may take.',
+  'Maximum duration of a turn.',
   lower_bound=1.0,
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
 
 
 def run_size(
   pools: process_pools.PeerPools, num_bytes: int
 ) -> process_results.Size:
-  """Measures all peers on one size; they take turns."""
+  """Measures all peers on one size, in turns."""
   calls = process_results.calls_in_a_sample(num_bytes)
   names = [entry.name for entry in pools.entries]
   for name in names:
@@ -144,7 +141,7 @@ def _integers(flag, least: int) -> list[int]:
 
 
 def _entries() -> tuple[list[catalogue.Entry], dict[str, str]]:
-  """Returns the peers that can run, and why the others cannot."""
+  """Returns the available peers, and the reasons why others are unavailable."""
   names = _PEERS.value or catalogue.NAMES
   unknown = sorted(set(names) - set(catalogue.NAMES))
   if unknown:
@@ -155,7 +152,7 @@ def _entries() -> tuple[list[catalogue.Entry], dict[str, str]]:
   for entry in catalogue.ENTRIES:
     if entry.name not in names:
       continue
-    reason = catalogue.why_not(
+    reason = catalogue.reason_unavailable(
       entry, _TORCH_PYTHON.value, _LINK_RATE.value is not None
     )
     if reason is None:
@@ -182,17 +179,15 @@ def _progress(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs the benchmark that the flags describe."""
+  """Runs the benchmark."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   report.check_target('report_json', _REPORT_JSON.value)
   world_sizes = _integers(_WORLD_SIZES, 2)
   sizes = _integers(_SIZES, 4)
   if _LINK_RATE.value is not None:
-    network_namespaces.bits_per_second(
-      _LINK_RATE.value
-    )  # A typo should end it now.
-  # What the workers recognise each other by, beyond loopback too.
+    network_namespaces.bits_per_second(_LINK_RATE.value)  # Reports a typo now.
+  # The workers authenticate with it, also beyond loopback.
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
   entries, skipped = _entries()
   content = {

@@ -1,4 +1,4 @@
-"""The processes of all peers of one number of workers."""
+"""The processes of all peers for one number of workers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _ACTOR = 'benchmarks.process_peers.actor:Actor'
 
 
 class PeerPools:
-  """Peers that are ready to run, each on `world_size` workers.
+  """Starts all peers, each on `world_size` workers.
 
-  A context manager; no process outlives it.
+  A context manager, which ends all processes at exit.
 
   Args:
     world_size: number of workers of each peer.
     entries: the peers.
-    hosts: hosts of the workers; None for this machine.
+    hosts: hosts of the workers, or None for this machine.
     torch_python: interpreter for gloo.
-    deadline_seconds: how long each step may take.
+    deadline_seconds: maximum duration of each command.
 
   Attributes:
     entries: the peers.
     world_size: number of workers.
-    versions: versions of the modules that the workers have loaded, by pool.
+    versions: versions of the loaded modules, by pool.
 
   Raises:
     WorkerUnavailableError: if a worker failed. Names the worker and shows its output.
@@ -59,7 +59,7 @@ class PeerPools:
       raise
 
   def ask(self, peer: str, method: str, **arguments: Any) -> list[Any]:
-    """Lets all workers of a peer run a method of the actor; answers by rank."""
+    """Runs a method of the actor on all workers of a peer. Returns results by rank."""
     return self._pool_of[peer].ask(method, peer=peer, **arguments)
 
   def run(
@@ -86,8 +86,7 @@ class PeerPools:
           self._start(entry.pool)
         )
       self._pool_of[entry.name] = self._pools[entry.pool]
-    # All pools import their modules at the same time, but the peers of a pool
-    # one by one.
+    # The pools import their modules in parallel, the peers of a pool one by one.
     waiting = list(entries)
     while waiting:
       turn = {entry.pool: entry for entry in reversed(waiting)}
@@ -119,7 +118,7 @@ class PeerPools:
     if self._hosts is not None:
       prefixes = [self._hosts.command(i, ()) for i in range(self.world_size)]
     if name == 'gloo' and self._torch_python != sys.executable:
-      # This interpreter's packages are not for that one.
+      # The other interpreter cannot use this one's packages.
       python, env = self._torch_python, {'PYTHONPATH': ''}
     if name == 'mpi':
       launcher = (catalogue.mpiexec(), '-n', str(self.world_size))

@@ -1,4 +1,4 @@
-"""What a run of `process_all_reduce` found: records and ratios."""
+"""Records and ratios of the results of `process_all_reduce`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from benchmarks import measure, report
 from benchmarks.process_peers import catalogue
 
-# What ours are compared with.
+# Peers that ours are compared with.
 REFERENCES = ('mwms_ring', 'gloo', 'mpich')
 
-# Enough calls in a sample that starting together does not count.
+# Samples have several calls, so that the barrier does not matter.
 _SAMPLE_BYTES = 4 << 20
-_MOST_CALLS = 20
+_MAX_CALLS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """All that was measured with one number of workers and one size.
+  """The measurements of one number of workers and one size.
 
   Attributes:
     world_size: number of workers.
-    num_bytes: of the float32 array that is reduced.
-    calls: in a row in each sample.
-    seconds: samples of each peer: of a call, on the slowest rank.
+    num_bytes: size of the reduced float32 array.
+    calls: number of calls per sample.
+    seconds: seconds per call on the slowest rank: the samples of each peer.
   """
 
   world_size: int
@@ -33,11 +33,11 @@ class Size:
   seconds: Mapping[str, Sequence[float]]
 
   def spread(self, peer: str) -> measure.Spread:
-    """Median and spread of one peer."""
+    """Returns the median and spread of one peer."""
     return measure.Spread.of(self.seconds[peer])
 
   def ratios(self) -> dict[str, float]:
-    """Returns our medians divided by the references', as 'ours_tcp/gloo' and so on."""
+    """Returns ratios of our medians to the references', by names like 'ours_tcp/gloo'."""
     ours = [
       e.name
       for e in catalogue.ENTRIES
@@ -52,7 +52,7 @@ class Size:
     }
 
   def record(self) -> dict[str, object]:
-    """Returns everything, as the JSON report has it."""
+    """Returns all fields and ratios, in the format of the JSON report."""
     bus_bytes = 2 * (self.world_size - 1) / self.world_size * self.num_bytes
     peers = {}
     for name, seconds in self.seconds.items():
@@ -72,18 +72,18 @@ class Size:
 
 
 def calls_in_a_sample(num_bytes: int) -> int:
-  """Returns how many calls in a row are timed as one.
+  """Returns the number of calls per sample.
 
   Example:
 
     >>> [calls_in_a_sample(n) for n in (4096, 1 << 20, 25_000_000)]
     [20, 4, 1]
   """
-  return max(1, min(_MOST_CALLS, _SAMPLE_BYTES // num_bytes))
+  return max(1, min(_MAX_CALLS, _SAMPLE_BYTES // num_bytes))
 
 
 def size_name(num_bytes: int) -> str:
-  """Returns a size for tables.
+  """Returns a size as text.
 
   Example:
 
@@ -97,7 +97,7 @@ def size_name(num_bytes: int) -> str:
 
 
 def times_table(sizes: Sequence[Size]) -> str:
-  """Returns medians with p10 and p90 in ms: a row a size, a column a peer."""
+  """Returns a table of medians with p10 and p90 in ms: rows are sizes, columns peers."""
   peers = _peers(sizes)
   columns = ['size', *peers]
   rows = [
@@ -108,7 +108,7 @@ def times_table(sizes: Sequence[Size]) -> str:
 
 
 def ratios_table(sizes: Sequence[Size]) -> str:
-  """Returns the ratios of medians: a row a size; empty if there are none."""
+  """Returns a table of ratios of medians by size, or an empty text without ratios."""
   names = list(sizes[0].ratios())
   if not names:
     return ''

@@ -1,1 +1,1 @@
-"""What trains with parameter servers: ours, TensorFlow's, and their tasks."""
+"""Peers that train with parameter servers, ours and TensorFlow's, and their tasks."""

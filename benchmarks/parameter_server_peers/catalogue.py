@@ -1,13 +1,13 @@
-"""Every peer and every mode by name. Imports no TensorFlow."""
+"""Names of all peers and models. Does not import TensorFlow."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# What all are compared with: TensorFlow's strategy and a loop by hand.
+# The reference: TensorFlow's strategy with a custom loop.
 REFERENCE = 'stock'
 
-# The trained models, which `models` builds.
+# The trained models. `models` builds them.
 MODELS = ('cnn', 'mlp_25mb', 'layers_50', 'mlp_25mb_50')
 
 
@@ -16,10 +16,11 @@ class Peer:
   """One way to train with parameter servers.
 
   Attributes:
-    name: for flags, tables and JSON.
-    is_fit: Keras's `fit` under ours; TensorFlow's `ClusterCoordinator` if not.
-    is_fed: whether the coordinator reads the data and hands out batches;
-      workers read them themselves otherwise.
+    name: name in flags, tables and JSON.
+    is_fit: whether it is Keras's `fit` under our strategy. Otherwise it is
+      TensorFlow's `ClusterCoordinator`.
+    is_fed: whether the coordinator reads the data and sends batches. Otherwise
+      workers read the data.
   """
 
   name: str

@@ -1,4 +1,4 @@
-"""A coordinator's side: trains models on the servers of its cluster."""
+"""The process of a coordinator, which trains models on the servers of its cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.parameter_server_peers import (
 
 
 class Coordinator:
-  """The only coordinator of a cluster; `pool_worker` calls the methods.
+  """The coordinator of a cluster. `pool_worker` calls the methods.
 
   Args:
     rank: always 0.
@@ -36,8 +36,8 @@ class Coordinator:
     """Connects to the servers.
 
     Args:
-      peer: the fields of a `catalogue.Peer`.
-      cluster: addresses by job.
+      peer: fields of a `catalogue.Peer`.
+      cluster: addresses of the tasks by job.
     """
     entry = catalogue.Peer(**peer)
     make = loops.FitLoop if entry.is_fit else loops.StockLoop
@@ -49,9 +49,9 @@ class Coordinator:
     """Builds a model on the servers.
 
     Args:
-      model: its name.
-      steps_per_execution: steps in one call on a worker.
-      batch_rows: of a step.
+      model: name of the model.
+      steps_per_execution: number of steps per call on a worker.
+      batch_rows: number of rows per step.
 
     Returns:
       `parameter_bytes`, `num_variables`, and the `loss` before training.
@@ -67,15 +67,15 @@ class Coordinator:
     }
 
   def run(self, blocks: int, steps: int) -> dict[str, Any]:
-    """Trains from the beginning: a block to warm up, and those that count.
+    """Trains from the initial weights: a warm-up block, then the measured blocks.
 
     Args:
-      blocks: how many are measured.
-      steps: of a block.
+      blocks: number of measured blocks.
+      steps: number of steps per block.
 
     Returns:
-      `samples`, the seconds of each block; the optimizer's `iterations`; the
-      `loss` of the model that was trained.
+      `samples`, the seconds of each block, the optimizer's `iterations`, and the
+      `loss` of the trained model.
     """
     self._restore()
     samples = self._loop.train(1 + blocks, steps)[1:]
@@ -87,7 +87,7 @@ class Coordinator:
     }
 
   def release(self) -> None:
-    """Forgets the model."""
+    """Deletes the model."""
     self._loop.release()
     self._initial = []
     keras.backend.clear_session()
@@ -100,7 +100,7 @@ class Coordinator:
       variable.assign(value)
 
   def _loss(self) -> float:
-    """Returns the loss of all data, computed in this process."""
+    """Computes the loss of all data in this process."""
     twin = models.build(self._model_name)
     twin.set_weights(self._loop.model.get_weights())
     images, classes = models.arrays()

@@ -1,4 +1,4 @@
-"""The processes of one job: servers, and a coordinator of their own."""
+"""The processes of one job: servers and their coordinator."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.parameter_server_peers import catalogue
 from tf_strategies.launch import ports as ports_lib
 
 _HERE = 'benchmarks.parameter_server_peers'
-# Without it a call to a task that is gone waits for it to come back.
+# Otherwise a call to a task that has ended waits for its return.
 _ENV = {'GRPC_FAIL_FAST': 'use_caller'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """How many tasks a job has.
+  """The number of tasks of a job.
 
   Attributes:
-    num_workers: workers.
-    num_ps: parameter servers.
+    num_workers: number of workers.
+    num_ps: number of parameter servers.
   """
 
   num_workers: int
@@ -29,7 +29,7 @@ class Size:
 
   @property
   def tasks(self) -> list[tuple[str, int]]:
-    """Job and index of each server's rank.
+    """Returns the job and index of each server, by rank.
 
     Example:
 
@@ -42,15 +42,15 @@ class Size:
 
 
 class Job:
-  """One peer's tasks, which wait while others have their turn.
+  """The tasks of one peer, which wait during the turns of others.
 
-  A context manager; no process outlives it. Each coordinator has its own process,
-  because a process can connect to one cluster only.
+  A context manager, which ends all processes at exit. Each coordinator has its own
+  process, because a process can only connect to one cluster.
 
   Args:
     peer: the peer that trains.
     size: size of the job.
-    deadline_seconds: how long each command may take.
+    deadline_seconds: maximum duration of each command.
 
   Raises:
     WorkerUnavailableError: if a task failed. Names the task and shows its output.
@@ -76,7 +76,7 @@ class Job:
       raise
 
   def ask(self, method: str, **arguments: Any) -> Any:
-    """Lets the coordinator run a method; returns its answer."""
+    """Lets the coordinator run a method, and returns its result."""
     return self._coordinator.ask(method, **arguments)[0]
 
   def close(self) -> None:

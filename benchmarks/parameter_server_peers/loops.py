@@ -1,4 +1,4 @@
-"""The loops that are compared: Keras's `fit` under ours, and one by hand."""
+"""The compared loops: Keras's `fit` under our strategy, and a custom loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Loop(abc.ABC):
   """Trains models with one strategy.
 
   Args:
-    peer: which one.
-    cluster: addresses by job.
+    peer: the peer.
+    cluster: addresses of the tasks by job.
 
   Attributes:
-    strategy: that is connected to the cluster.
-    model: that was built last.
-    optimizer: of that model.
+    strategy: the strategy, connected to the cluster.
+    model: the current model.
+    optimizer: optimizer of that model.
   """
 
   def __init__(
@@ -36,26 +36,26 @@ class Loop(abc.ABC):
 
   @property
   def variables(self) -> list[keras.Variable]:
-    """Returns all variables that training changes, without metrics."""
+    """Returns all variables that training changes, except metrics."""
     return [*self.model.weights, *self.optimizer.variables]
 
   @abc.abstractmethod
   def build(self, name: str, steps_per_execution: int, batch_rows: int) -> None:
-    """Builds a model and what feeds it.
+    """Builds a model and its data set.
 
     Args:
-      name: of the model.
-      steps_per_execution: steps in one call on a worker.
-      batch_rows: of a step.
+      name: name of the model.
+      steps_per_execution: number of steps per call on a worker.
+      batch_rows: number of rows per step.
     """
 
   @abc.abstractmethod
   def train(self, blocks: int, steps: int) -> list[float]:
-    """Trains; the clock is read when no step is on the way.
+    """Trains. No step is in progress when the clock is read.
 
     Args:
-      blocks: how many.
-      steps: of a block.
+      blocks: number of blocks.
+      steps: number of steps per block.
 
     Returns:
       The seconds of each block.
@@ -68,7 +68,7 @@ class Loop(abc.ABC):
     """Returns the strategy."""
 
   def release(self) -> None:
-    """Forgets the model."""
+    """Deletes the model."""
     self.model = self.optimizer = None
 
 
@@ -76,7 +76,7 @@ class FitLoop(Loop):
   """Keras's `fit` under `tfs.ParameterServerStrategy`."""
 
   def build(self, name, steps_per_execution, batch_rows):
-    """Compiles a model."""
+    """Builds and compiles a model."""
     with self.strategy.scope():
       self.model = models.build(name)
       self.model.compile(
@@ -94,8 +94,8 @@ class FitLoop(Loop):
       )
 
   def train(self, blocks, steps):
-    """A block is an epoch."""
-    # Ours are asynchronous to the coordinator too.
+    """Trains one epoch per block."""
+    # Our steps also run asynchronously to the coordinator.
     clock = _EpochClock(self.strategy.join)
     self.model.fit(
       self._data,
@@ -107,7 +107,7 @@ class FitLoop(Loop):
     return clock.seconds
 
   def release(self):
-    """Forgets the model and its data."""
+    """Deletes the model and its data."""
     super().release()
     self._data = None
 
@@ -120,8 +120,8 @@ class FitLoop(Loop):
 class _EpochClock(keras.callbacks.Callback):
   """Measures the seconds of each epoch.
 
-  It overrides no method for batches: Keras would call it after each one, and
-  read the loss for it.
+  It has no method for batches, because Keras would read the loss after each batch to
+  call it.
   """
 
   def __init__(self, join: Callable[[], None]):
@@ -139,10 +139,10 @@ class _EpochClock(keras.callbacks.Callback):
 
 
 class StockLoop(Loop):
-  """TensorFlow's strategy as its tutorial uses it: a closure a step."""
+  """TensorFlow's strategy as in its tutorial, with a closure per step."""
 
   def build(self, name, steps_per_execution, batch_rows):
-    """Traces a step, and lets each worker make its data set."""
+    """Traces a step, and creates a data set on each worker."""
     with self.strategy.scope():
       model = self.model = models.build(name)
       optimizer = self.optimizer = models.optimizer(name)
@@ -176,7 +176,7 @@ class StockLoop(Loop):
     )
 
   def train(self, blocks, steps):
-    """Trains, and times each block: the steps scheduled between two joins."""
+    """Trains. A block is the steps that are scheduled between two joins."""
     seconds = []
     for _ in range(blocks):
       start = time.perf_counter()
@@ -187,7 +187,7 @@ class StockLoop(Loop):
     return seconds
 
   def release(self):
-    """Forgets the model and its data."""
+    """Deletes the model and its data."""
     super().release()
     self._step = self._data = None
 

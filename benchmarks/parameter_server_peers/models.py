@@ -11,7 +11,7 @@ import tensorflow as tf
 _SHAPE = (28, 28, 1)
 _CLASSES = 10
 _ROWS = 2048
-# How far classes are apart: not so far that a few steps can tell them.
+# Distance of the classes. At a larger distance, a few steps would separate them.
 _DISTANCE = 0.3
 _PREFETCH = 4
 
@@ -39,7 +39,7 @@ def _mlp_25mb() -> list[keras.layers.Layer]:
 
 
 def _deep(width: int) -> Callable[[], list[keras.layers.Layer]]:
-  """Makes layers with 50 variables."""
+  """Returns a function that creates layers with 50 variables."""
 
   def build():
     return [
@@ -60,7 +60,7 @@ _LAYERS = {
 
 
 def build(name: str) -> keras.Model:
-  """Builds a model; equal initial weights each time.
+  """Builds a model. Its initial weights are always the same.
 
   Args:
     name: one of `catalogue.MODELS`.
@@ -70,7 +70,7 @@ def build(name: str) -> keras.Model:
 
 
 def optimizer(name: str) -> keras.optimizers.Optimizer:
-  """Returns an optimizer: Adam, but one with a slot less for 25 MB."""
+  """Returns Adam, or for 25 MB SGD with momentum, which has one slot less."""
   if '25mb' in name:
     return keras.optimizers.SGD(0.01, momentum=0.9)
   return keras.optimizers.Adam()
@@ -82,7 +82,7 @@ def loss() -> keras.losses.Loss:
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
-  """Returns noisy images of ten classes, and the classes."""
+  """Returns noisy images of ten classes, and their classes."""
   rng = np.random.default_rng(0)
   classes = rng.integers(0, _CLASSES, _ROWS)
   means = _DISTANCE * rng.standard_normal((_CLASSES, *_SHAPE))
@@ -91,10 +91,10 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def dataset(batch_rows: int) -> tf.data.Dataset:
-  """Returns batches of the arrays, without an end.
+  """Returns an infinite data set of batches of the arrays.
 
   Args:
-    batch_rows: of each batch.
+    batch_rows: number of rows per batch.
   """
   return (
     tf.data.Dataset.from_tensor_slices(arrays())

@@ -1,4 +1,4 @@
-"""What a run of `parameter_server` found: records and tables."""
+"""Records and tables of the results of `parameter_server`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Range:
   """Median and extremes of some samples.
 
   Attributes:
-    median: half of the samples were higher.
-    least: the lowest.
-    most: the highest.
+    median: median.
+    least: minimum.
+    most: maximum.
   """
 
   median: float
@@ -43,7 +43,7 @@ class Range:
 def check_turn(
   peer: str, turn: Mapping[str, Any], steps: int, initial_loss: float
 ) -> None:
-  """Compares a peer's steps with the requested steps.
+  """Compares the steps of a peer with the requested steps.
 
   For the reference, the count may only be too low. Keras counts by reading, adding and
   writing back, so two workers that do this at the same time count one step. `join` has
@@ -51,7 +51,7 @@ def check_turn(
 
   Args:
     peer: name of the peer.
-    turn: answer of its coordinator.
+    turn: result of its coordinator.
     steps: number of requested steps.
     initial_loss: loss before these steps.
 
@@ -67,7 +67,7 @@ def check_turn(
       f'{peer} applied {counted} steps, not {steps}. Its time would mean '
       'nothing.'
     )
-  # Not `==`: a NaN is wrong too.
+  # Also True for NaN.
   if not abs(turn['loss'] - initial_loss) > 0:
     raise RuntimeError(
       f'{peer} has a loss of {turn["loss"]} after {steps} steps, and '
@@ -75,14 +75,14 @@ def check_turn(
     )
 
 
-def check_beginnings(losses: Mapping[str, float]) -> None:
-  """Compares the models of all peers before they are trained.
+def check_initial_losses(losses: Mapping[str, float]) -> None:
+  """Compares the models of all peers before the training.
 
   Args:
-    losses: by peer.
+    losses: initial losses by peer.
 
   Raises:
-    RuntimeError: they differ.
+    RuntimeError: if they differ.
   """
   first, expected = next(iter(losses.items()))
   for peer, loss in losses.items():
@@ -99,13 +99,13 @@ def record(
   steps: int,
   rows: int,
 ) -> dict[str, Any]:
-  """Returns all that was found of a peer, as the JSON report has it.
+  """Returns the results of a peer, in the format of the JSON report.
 
   Args:
-    peer: its name.
-    turns: what its coordinator answered in each round.
-    steps: of a block.
-    rows: of a step.
+    peer: name of the peer.
+    turns: results of its coordinator, by round.
+    steps: number of steps per block.
+    rows: number of rows per step.
   """
   samples = [sample for turn in turns for sample in turn['samples']]
   rates = Range.of([steps / seconds for seconds in samples])
@@ -114,7 +114,7 @@ def record(
     'steps_per_s': dataclasses.asdict(rates),
     'examples_per_s': rows * rates.median,
     'iterations': turns[-1]['iterations'],
-    # With the block to warm up.
+    # Includes the warm-up block.
     'steps_per_turn': steps * (1 + len(turns[-1]['samples'])),
     'loss': turns[-1]['loss'],
     'samples': samples,
@@ -122,7 +122,7 @@ def record(
 
 
 def add_ratios(records: Sequence[dict[str, Any]]) -> None:
-  """Adds to each record how its median compares with the reference's.
+  """Adds to each record the ratio of its median to the reference's.
 
   Example:
 
@@ -133,7 +133,7 @@ def add_ratios(records: Sequence[dict[str, Any]]) -> None:
     1.5
 
   Args:
-    records: of one case; the ratios are None if the reference did not run.
+    records: records of one case. Ratios are None if the reference did not run.
   """
   medians = {r['peer']: r['steps_per_s']['median'] for r in records}
   reference = medians.get(catalogue.REFERENCE)
@@ -144,7 +144,7 @@ def add_ratios(records: Sequence[dict[str, Any]]) -> None:
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> str:
-  """Returns the throughput as a Markdown table, a row a peer and case."""
+  """Returns the throughput as a Markdown table, with a row per peer and case."""
   rows = []
   for case in cases:
     for found in case['peers']:

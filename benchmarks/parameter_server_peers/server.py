@@ -1,4 +1,4 @@
-"""A worker's or a parameter server's side: `tf.distribute.Server`."""
+"""The process of a worker or parameter server: `tf.distribute.Server`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import tensorflow as tf
 
 
 class Server:
-  """A task of a job; `pool_worker` calls the method.
+  """A task of a job. `pool_worker` calls the method.
 
   Args:
-    rank: of the task, in the order of `serve`'s tasks.
+    rank: index of the task in the argument of `serve`.
   """
 
   def __init__(self, rank: int):
@@ -23,11 +23,11 @@ class Server:
     cluster: Mapping[str, Sequence[str]],
     tasks: Sequence[tuple[str, int]],
   ) -> None:
-    """Begins to serve, until the process ends.
+    """Starts the server, which runs until the process ends.
 
     Args:
-      cluster: addresses by job.
-      tasks: job and index of each rank.
+      cluster: addresses of the tasks by job.
+      tasks: job and index of each task, by rank.
     """
     job, index = tasks[self._rank]
     self._server = tf.distribute.Server(

@@ -1,5 +1,4 @@
-"""What all-reduces between processes: ours, the peers, and limits.
+"""All-reduces between processes: ours, other libraries, and lower limits.
 
-Nothing is imported here: a worker with torch may have no TensorFlow, and the
-other way round.
+This module imports nothing, because a worker may have torch or TensorFlow only.
 """

@@ -1,4 +1,4 @@
-"""A worker's side of the benchmark: makes peers, and runs them when told."""
+"""The process of a worker, which creates peers and runs them on command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _VERSIONS_OF = ('tensorflow', 'torch', 'numpy', 'mpi4py')
 
 
 class Actor:
-  """The peers of one worker; `pool_worker` calls the methods.
+  """The peers of one worker. `pool_worker` calls the methods.
 
   Args:
-    rank: of this worker; None if the peer itself knows.
+    rank: rank of this worker, or None if the peer determines it.
   """
 
   def __init__(self, rank: int | None):
@@ -32,17 +32,17 @@ class Actor:
     interface: str,
     timeout_seconds: float,
   ) -> dict[str, str]:
-    """Makes a peer and lets it meet the other workers'.
+    """Creates a peer and connects it to the other workers.
 
     Args:
-      peer: its name.
-      path: of its class, 'module:Class'.
-      addresses: of the peer on each worker.
+      peer: name of the peer.
+      path: its class, as 'module:Class'.
+      addresses: addresses of the peer on each worker.
       interface: see `Seat`.
       timeout_seconds: see `Seat`.
 
     Returns:
-      Versions of what the worker has loaded.
+      Versions of the loaded modules.
     """
     seat = base.Seat(
       -1 if self._rank is None else self._rank,
@@ -60,10 +60,10 @@ class Actor:
     return {'python': platform.python_version(), **versions}
 
   def prepare(self, peer: str, num_bytes: int) -> None:
-    """Makes a peer's tensors, calls it once and checks the result.
+    """Creates a peer's tensors, calls it once and checks the result.
 
     Raises:
-      RuntimeError: the result is wrong.
+      RuntimeError: if the result is wrong.
     """
     this = self._peers[peer]
     this.num_bytes = num_bytes
@@ -74,13 +74,13 @@ class Actor:
   def run(
     self, peer: str, warmup: int, repeats: int, calls: int
   ) -> list[float]:
-    """Returns the seconds of a call on this worker, of each repeat.
+    """Returns the mean seconds of a call on this worker, for each repeat.
 
     Args:
-      peer: whose turn it is.
-      warmup: calls before, which nobody times.
-      repeats: how often to time, after a barrier each time.
-      calls: in a row in each repeat; their mean is its time.
+      peer: name of the peer.
+      warmup: number of untimed calls before.
+      repeats: number of repeats, each of which begins with a barrier.
+      calls: number of calls per repeat.
     """
     this = self._peers[peer]
     this.before(warmup)
@@ -94,10 +94,10 @@ class Actor:
       for _ in range(calls):
         returned = this.call()
       seconds.append((time.perf_counter() - start) / calls)
-      # Freed outside of the timed span, and before the next call allocates.
+      # Frees memory outside of the timed span and before the next call.
       del returned
     return seconds
 
   def release(self, peer: str) -> None:
-    """Gives back the memory of a peer's tensors."""
+    """Frees the memory of a peer's tensors."""
     self._peers[peer].release()

@@ -1,4 +1,4 @@
-"""What every peer can do, in each of its worker processes."""
+"""The interface of a peer in each of its worker processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _POSITIONS = 8191
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-  """The place of one worker among the others.
+  """The rank of a worker and the addresses of all workers.
 
   Attributes:
-    rank: from 0.
-    addresses: 'host:port' of every rank, for this peer alone.
-    interface: the network interface that leads to the others.
-    timeout_seconds: how long to wait for them.
+    rank: rank, from 0.
+    addresses: 'host:port' of every rank, for this peer only.
+    interface: network interface to the other workers.
+    timeout_seconds: how long to wait for the other workers.
   """
 
   rank: int
@@ -30,12 +30,12 @@ class Seat:
 
   @property
   def world_size(self) -> int:
-    """Number of workers."""
+    """Returns the number of workers."""
     return len(self.addresses)
 
 
 def input_value(rank: int, size: int) -> np.ndarray:
-  """Returns rank `rank`'s array: integers that tell ranks and places apart.
+  """Returns the array of `rank`: integers that differ by rank and position.
 
   Example:
 
@@ -61,10 +61,10 @@ def expected_sum(world_size: int, size: int) -> np.ndarray:
 
 
 class Peer(abc.ABC):
-  """One way to move the arrays of all workers, on one worker.
+  """One way to all-reduce the arrays of all workers, on one worker.
 
   Args:
-    seat: of this worker.
+    seat: seat of this worker.
   """
 
   def __init__(self, seat: Seat):
@@ -78,11 +78,11 @@ class Peer(abc.ABC):
 
   @abc.abstractmethod
   def prepare(self) -> None:
-    """Makes input and output of `num_bytes`, in place of the last ones."""
+    """Creates input and output of `num_bytes`, and deletes the previous ones."""
 
   @abc.abstractmethod
   def barrier(self) -> None:
-    """Returns when all workers are there."""
+    """Waits until all workers have called it."""
 
   @abc.abstractmethod
   def call(self) -> object:
@@ -97,7 +97,7 @@ class Peer(abc.ABC):
 
   @abc.abstractmethod
   def release(self) -> None:
-    """Gives the memory of input and output back."""
+    """Frees the memory of input and output."""
 
   def check(self, returned: object) -> None:
     """Compares a result with the expected one.
@@ -114,5 +114,5 @@ class Peer(abc.ABC):
       )
 
   def expected(self) -> np.ndarray:
-    """Returns the right result."""
+    """Returns the expected result."""
     return expected_sum(self.seat.world_size, self.num_elements)

@@ -1,4 +1,4 @@
-"""Every peer by name: where it runs, and whether it can run here."""
+"""All peers, their processes, and whether they are available."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A peer, seen from outside.
+  """The description of a peer.
 
   Attributes:
-    name: for flags, tables and JSON.
-    kind: OURS, OTHER, or LIMIT for what reduces nothing.
-    pool: peers with the same one share their processes.
-    path: of its class, 'module:Class'.
+    name: name in flags, tables and JSON.
+    kind: OURS, OTHER, or LIMIT for a peer without a reduction.
+    pool: name of its pool. Peers of the same pool share processes.
+    path: its class, as 'module:Class'.
   """
 
   name: str
@@ -53,21 +53,23 @@ NAMES = tuple(entry.name for entry in ENTRIES)
 
 
 def mpiexec() -> str | None:
-  """Returns the path of mpiexec: this environment's, or the system's."""
+  """Returns the path of mpiexec in this environment or else the system."""
   beside = os.path.join(os.path.dirname(sys.executable), 'mpiexec')
   return beside if os.path.exists(beside) else shutil.which('mpiexec')
 
 
-def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
-  """Returns why a peer cannot run here, as a sentence; None if it can.
+def reason_unavailable(
+  entry: Entry, torch_python: str, over_links: bool
+) -> str | None:
+  """Returns a sentence why a peer is unavailable, or None if it is available.
 
   Args:
-    entry: of the peer.
-    torch_python: the interpreter that has torch, or may have it.
-    over_links: whether the workers are on test hosts.
+    entry: description of the peer.
+    torch_python: interpreter that may have torch.
+    over_links: whether the workers run on simulated hosts.
   """
   if entry.pool == 'gloo':
-    return _why_no_torch(torch_python)
+    return _reason_without_torch(torch_python)
   if entry.pool != 'mpi':
     return None
   if importlib.util.find_spec('mpi4py') is None:
@@ -79,7 +81,7 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
   return None
 
 
-def _why_no_torch(torch_python: str) -> str | None:
+def _reason_without_torch(torch_python: str) -> str | None:
   try:
     done = processes.run(
       [torch_python, '-c', 'import torch.distributed'],

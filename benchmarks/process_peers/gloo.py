@@ -1,4 +1,4 @@
-"""Gloo, as torch carries it. Runs in an environment without TensorFlow."""
+"""Gloo of torch. Runs in an environment without TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.process_peers import base
 
 
 class Gloo(base.Peer):
-  """`torch.distributed.all_reduce`; it works in place, on clones."""
+  """`torch.distributed.all_reduce`, in place on clones."""
 
   def __init__(self, seat: base.Seat):
     super().__init__(seat)
-    # Otherwise it listens where the host's name leads to.
+    # The default is the interface of the host's name.
     os.environ['GLOO_SOCKET_IFNAME'] = seat.interface
     torch.distributed.init_process_group(
       'gloo',

@@ -1,4 +1,4 @@
-"""`MPI.Allreduce`, in processes that mpiexec has started."""
+"""`MPI.Allreduce`, in processes of mpiexec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.process_peers import base
 
 
 class Mpich(base.Peer):
-  """What MPI itself does, from one array into another."""
+  """`MPI.Allreduce` from one array into another."""
 
   def prepare(self) -> None:
     """See base class."""

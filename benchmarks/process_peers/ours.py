@@ -1,4 +1,4 @@
-"""Our process groups: called from Python, and from a graph."""
+"""Our process groups, called from Python and from a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tf_strategies.process_group.tcp import host_memory
 
 
 class Group(base.Peer):
-  """`all_reduce` of a process group, in place of a given array."""
+  """`all_reduce` of a process group, in place."""
 
   def __init__(self, seat: base.Seat):
     super().__init__(seat)
@@ -27,7 +27,7 @@ class Group(base.Peer):
       collective_timeout_seconds=self.seat.timeout_seconds,
       **settings,
     )
-    # It must live as long as its group.
+    # Must exist as long as its group.
     self._rendezvous = process_group.Rendezvous(
       dict(enumerate(self.seat.addresses)), self.seat.rank, options
     )
@@ -56,10 +56,10 @@ class Group(base.Peer):
 
 
 class Tcp(Group):
-  """The same over TCP."""
+  """`Group` over TCP, without shared memory."""
 
   def prepare(self) -> None:
-    """See base class. Opens the links, while the system has no memory for them."""
+    """See base class. Also opens the links, without shared memory."""
     super().prepare()
     with mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError):
       super().call()
@@ -70,14 +70,14 @@ class Tcp(Group):
 
 
 class Mpi(Group):
-  """The same over MPI, in processes that mpiexec has started."""
+  """`Group` over MPI, in processes of mpiexec."""
 
   def _form(self) -> process_group.ProcessGroup:
     return process_group.form_mpi_group()
 
 
 class _InGraph(base.Peer):
-  """A step that is a `tf.function`; `prepare` makes it."""
+  """A step in a `tf.function`, which `prepare` creates."""
 
   def call(self) -> tf.Tensor:
     """See base class."""
@@ -95,7 +95,7 @@ class _InGraph(base.Peer):
 class Replicated(_InGraph):
   """`ReplicaContext.all_reduce` in a `tf.function` under a strategy.
 
-  The tensor is a variable's value, since a graph makes constants of others.
+  The tensor is the value of a variable. A graph would fold a constant.
   """
 
   def __init__(self, seat: base.Seat):
@@ -106,11 +106,11 @@ class Replicated(_InGraph):
     self._barrier = self._all_reduce(one)
 
   def make_strategy(self) -> tf.distribute.Strategy:
-    """Ours, with its defaults."""
+    """Returns our strategy with default options."""
     return tfs.MultiWorkerRingStrategy(self.cluster(), devices=['CPU:0'])
 
   def cluster(self) -> tfs.cluster.ClusterConfig:
-    """Returns all workers, and this one's place."""
+    """Returns the cluster with the task of this worker."""
     task = {'type': 'worker', 'index': self.seat.rank}
     workers = {'worker': list(self.seat.addresses)}
     text = json.dumps({'cluster': workers, 'task': task})
@@ -143,7 +143,7 @@ class Replicated(_InGraph):
 
 
 class NoOp(_InGraph):
-  """A host call from TensorFlow's graph that returns its input."""
+  """A call from a graph to Python that returns its input."""
 
   def prepare(self) -> None:
     """See base class."""
@@ -160,4 +160,4 @@ class NoOp(_InGraph):
     return base.input_value(self.seat.rank, self.num_elements)
 
   def barrier(self) -> None:
-    """See base class; nobody waits for anybody here."""
+    """See base class. Does not wait."""

@@ -1,6 +1,6 @@
-"""TensorFlow's own collective runtime between processes.
+"""TensorFlow's collective runtime between processes.
 
-A process can be in one cluster only, so each of these needs its own.
+A process can only be in one cluster, so each peer needs its own processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from benchmarks.process_peers import ours
 
 
 class MultiWorkerMirrored(ours.Replicated):
-  """`tf.distribute.MultiWorkerMirroredStrategy` with its ring, unchanged."""
+  """`tf.distribute.MultiWorkerMirroredStrategy` with its ring."""
 
   def make_strategy(self) -> tf.distribute.Strategy:
     """See base class."""

@@ -102,10 +102,10 @@ class CheckTurnTest(parameterized.TestCase):
       servers.check_turn('ours', turn, 30, 2.3)
 
   def test_different_initial_losses_raise(self):
-    servers.check_beginnings({'stock': 2.3, 'ours': 2.30001})
+    servers.check_initial_losses({'stock': 2.3, 'ours': 2.30001})
     for other in (2.31, math.nan):
       with self.assertRaisesRegex(RuntimeError, 'ours begins with a loss of'):
-        servers.check_beginnings({'stock': 2.3, 'ours': other})
+        servers.check_initial_losses({'stock': 2.3, 'ours': other})
 
 
 WORKERS = catalogue.costs('multi_worker_ring')
