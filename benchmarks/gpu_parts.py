@@ -217,15 +217,15 @@ def _torch_worker(job: Job) -> None:
     rank=task['task']['index'],
     world_size=2,
   )
-  place = torch.device('cuda:0' if job.device == 'gpu' else 'cpu')
+  torch_device = torch.device('cuda:0' if job.device == 'gpu' else 'cpu')
   width, layers = job.size['dense'].values()
-  x = torch.randn(job.size['rows'][1], width, device=place)
+  x = torch.randn(job.size['rows'][1], width, device=torch_device)
   alone = None
   for name in ('none', 'DDP'):
     modules = [torch.nn.Linear(width, width)]
     for _ in range(layers - 1):
       modules += [torch.nn.ReLU(), torch.nn.Linear(width, width)]
-    net = torch.nn.Sequential(*modules).to(place)
+    net = torch.nn.Sequential(*modules).to(torch_device)
     if name == 'DDP':
       net = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)

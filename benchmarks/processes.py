@@ -1,9 +1,8 @@
-"""Runs programs in processes: each has a deadline, and each is ended by its id.
+"""Runs programs in processes. Each has a deadline, and is ended by its process id.
 
-Benchmarks and tests start every program with `Command`, or with `run` where
-they only wait for its end; `tests/architecture/runner_test.py` holds them to it.
-`worker_pool` adds workers that answer commands, `tests/processes.py` workers
-that call a function.
+Benchmarks and tests start every program with `Command`, or with `run` to only wait
+for its end (`tests/architecture/runner_test.py` checks this). `worker_pool` adds
+workers that answer commands, and `tests/processes.py` workers that call a function.
 
 Example:
 
@@ -30,9 +29,7 @@ from tf_strategies import errors
 
 try:
   import psutil
-except (
-  ImportError
-):  # Then only what `Command` starts is ended, not their children.
+except ImportError:  # Without it, child processes of programs are not ended.
   psutil = None
 
 DEADLINE_SECONDS = 240.0
@@ -43,7 +40,7 @@ _TAIL_BYTES = 5000
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-  """Makes SIGTERM raise, as Ctrl-C does, so that `with` blocks clean up."""
+  """Makes SIGTERM raise an exception, like Ctrl-C, so that `with` blocks clean up."""
 
   def leave(number, frame):
     raise SystemExit(128 + number)
@@ -58,14 +55,13 @@ def ended_by_signals() -> Iterator[None]:
 def environment(
   changes: Mapping[str, str] | None = None, without: Sequence[str] = ()
 ) -> dict[str, str]:
-  """Returns this process's variables, without its cluster and its proxies.
+  """Returns this process's environment variables, without its cluster and proxies.
 
-  Processes connect directly, and must not inherit a cluster that they do not belong
-  to.
+  Processes connect directly, and must not inherit the cluster of this process.
 
   Args:
     changes: variables to set.
-    without: further variables to leave out.
+    without: further variables to remove.
   """
   kept = {
     name: value
@@ -79,34 +75,33 @@ def environment(
 def python_environment(
   changes: Mapping[str, str] | None = None, without: Sequence[str] = ()
 ) -> dict[str, str]:
-  """`environment` for a program that imports what this process can."""
+  """Returns `environment` for a program that imports the same modules as this one."""
   paths = os.pathsep.join(filter(None, sys.path))
   return environment({'PYTHONPATH': paths, **(changes or {})}, without)
 
 
 class Command:
-  """A program in its own process. The context ends it.
+  """A program in its own process. The context manager ends it at exit.
 
   Its output goes to a file, so that it never blocks.
 
   Args:
     words: the program and its arguments.
-    name: for messages; the program's by default.
-    log: the file for stdout and stderr; a temporary one by default.
-    error_log: the file for stderr, if it is to be another one.
-    env: all of its environment variables; `environment()` by default.
-    cwd: its directory.
-    deadline_seconds: how long it may run before `wait` and `wait_until` fail,
-      times TFS_DEADLINE_FACTOR.
-    grace_seconds: how long `close` waits after SIGTERM before it kills the
-      program; 0 kills it at once.
-    **options: of `subprocess.Popen`, such as `stdout=` or `pass_fds=`.
+    name: name in messages. Default: the name of the program.
+    log: file for stdout and stderr. Default: a temporary file.
+    error_log: file for stderr. Default: `log`.
+    env: all environment variables. Default: `environment()`.
+    cwd: working directory.
+    deadline_seconds: seconds, times TFS_DEADLINE_FACTOR, after which `wait` and
+      `wait_until` fail.
+    grace_seconds: seconds from SIGTERM to SIGKILL in `close`. 0 kills immediately.
+    **options: options of `subprocess.Popen`, such as `stdout=` or `pass_fds=`.
 
   Attributes:
     process: the `subprocess.Popen`.
 
   Raises:
-    WorkerUnavailableError: the program cannot be started.
+    WorkerUnavailableError: if the program cannot be started.
   """
 
   def __init__(
@@ -158,11 +153,11 @@ class Command:
 
   @property
   def pid(self) -> int:
-    """The process id."""
+    """Returns the process id."""
     return self.process.pid
 
   def is_alive(self) -> bool:
-    """Returns whether it still runs."""
+    """Returns whether the program is running."""
     return self.process.poll() is None
 
   def output(self) -> str:
@@ -174,10 +169,10 @@ class Command:
     return self._read()[-num_bytes:].decode('utf-8', 'replace').strip()
 
   def wait(self) -> int:
-    """Waits until it ends; returns its exit status.
+    """Waits until the program ends, and returns its exit status.
 
     Raises:
-      WorkerUnavailableError: it did not end before the deadline; it is killed.
+      WorkerUnavailableError: if it did not end before the deadline. It is killed.
     """
     try:
       return self.process.wait(max(0.0, self._ends_at - time.monotonic()))
@@ -186,10 +181,10 @@ class Command:
       self.fail(f'did not end within {self._deadline_seconds:g} s')
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
-    """Waits until `condition()`; the program must still run then.
+    """Waits until `condition()` is true while the program runs.
 
     Raises:
-      WorkerUnavailableError: the program ended, or the deadline passed.
+      WorkerUnavailableError: if the program ended, or the deadline passed.
     """
     while not condition():
       if not self.is_alive():
@@ -200,27 +195,27 @@ class Command:
       time.sleep(_POLL_SECONDS)
 
   def signal(self, number: int) -> None:
-    """Sends it a signal."""
+    """Sends a signal to the program."""
     self.process.send_signal(number)
 
   def kill(self) -> int:
-    """Ends it with SIGKILL, if it still runs; returns its exit status."""
+    """Kills the program, and returns its exit status."""
     self.process.kill()
     return self.process.wait(_GRACE_SECONDS)
 
   def kill_all(self) -> int:
-    """Ends it and every process below it; returns its exit status."""
+    """Kills the program and its descendants, and returns its exit status."""
     below = self.descendants()
     self.process.kill()
     for process in below:
       with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()  # Not if another process has its id by now.
+        process.kill()  # psutil checks that the id was not reused.
     if below:
       psutil.wait_procs(below, _GRACE_SECONDS)
     return self.process.wait(_GRACE_SECONDS)
 
   def descendants(self) -> list[psutil.Process]:
-    """The processes below it; none where psutil is not installed."""
+    """Returns the descendants of the program, or nothing without psutil."""
     if psutil is None or not self.is_alive():
       return []
     try:
@@ -247,7 +242,7 @@ class Command:
     """Raises an error with the end of the program's output.
 
     Args:
-      what: the failure, as a predicate such as 'ended too early'.
+      what: the failure as a predicate, such as 'ended too early'.
 
     Raises:
       WorkerUnavailableError: always.
@@ -275,16 +270,16 @@ class Command:
 def run(
   words: Sequence[str], *, is_checked: bool = False, **options
 ) -> subprocess.CompletedProcess[str]:
-  """Runs a program to its end; its status, stdout and stderr, as text.
+  """Runs a program to its end. Returns its status, stdout and stderr as text.
 
   Args:
     words: the program and its arguments.
     is_checked: whether a status other than 0 is an error.
-    **options: of `Command`, but for `log` and `error_log`.
+    **options: options of `Command`, except `log` and `error_log`.
 
   Raises:
-    WorkerUnavailableError: it cannot be started, did not end before the
-      deadline, or failed where that is checked.
+    WorkerUnavailableError: if it cannot be started, did not end before the deadline,
+      or failed and `is_checked` is true.
   """
   with tempfile.TemporaryDirectory() as directory:
     out, err = (pathlib.Path(directory, name) for name in ('out', 'err'))
@@ -303,12 +298,12 @@ def run(
 def run_python(
   *arguments: str, env: Mapping[str, str] | None = None, **options
 ) -> subprocess.CompletedProcess[str]:
-  """`run` with this interpreter, as `run_python('-c', program)`.
+  """Calls `run` with this interpreter, as in `run_python('-c', program)`.
 
   Args:
-    *arguments: of the interpreter.
-    env: variables to set beside those of `python_environment()`.
-    **options: of `run`.
+    *arguments: arguments of the interpreter.
+    env: variables to set, in addition to `python_environment()`.
+    **options: options of `run`.
   """
   words = [sys.executable, *arguments]
   return run(words, env=python_environment(env), **options)

@@ -1,16 +1,16 @@
-"""From a `kill -9` of a worker to the next step that the others commit.
+"""Measures the time from a `kill -9` of a worker to the next step of the others.
 
   python -m benchmarks.recovery
   python -m benchmarks.recovery --kills=100 --width=2000
 
-Three workers train a model with `tfs.elastic`. One of them, chosen at random, is killed
-at a random moment and started again; when all three train again, the next is killed. A
-sample is the time from the kill to the first step that both others have committed
-without it.
+Three workers train a model with `tfs.elastic`. A random one is killed at a random
+moment and started again. When all three train again, the next one is killed. A sample is
+the time from the kill to the first step that both other workers have committed without
+it.
 
-'step ms' is the median between two steps of three workers, 'rejoin s' the time from
-the start of a killed worker's process to the first step of three, most of which is
-the import of its framework.
+'step ms' is the median time between two steps of three workers. 'rejoin s' is the time
+from the restart of a killed worker's process to the first step of three workers. Most of
+it is the import of TensorFlow.
 """
 
 import json
@@ -32,18 +32,20 @@ from tf_strategies.launch import ports as ports_lib
 _NUM_WORKERS = 3
 _WORKER = pathlib.Path(__file__).with_name('recovery_worker.py')
 
-_KILLS = flags.DEFINE_integer('kills', 40, 'Samples.', lower_bound=1)
+_KILLS = flags.DEFINE_integer('kills', 40, 'Number of kills.', lower_bound=1)
 _WIDTH = flags.DEFINE_integer(
-  'width', 300, 'Units of the two hidden layers.', lower_bound=1
+  'width', 300, 'Units of each of the two hidden layers.', lower_bound=1
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the moments and the victims.')
+_SEED = flags.DEFINE_integer(
+  'seed', 0, 'Seed of the moments and the killed workers.'
+)
 
 
 class Job:
-  """The workers."""
+  """The workers of the job."""
 
   def __init__(self, directory: str):
     self._directory = pathlib.Path(directory)
@@ -72,19 +74,19 @@ class Job:
     self._commands[rank].path = path
 
   def kill(self, rank: int) -> float:
-    """Kills a worker; returns when."""
+    """Kills a worker, and returns the time."""
     self._commands[rank].kill()
     return time.time()
 
   def steps(self, rank: int) -> list[tuple[float, int]]:
-    """Returns the end time of each step of a worker, and its number of workers."""
+    """Returns the end time and the number of workers of each step of a worker."""
     path = self._commands[rank].path
     lines = path.read_text().splitlines() if path.exists() else []
     found = [line.split() for line in lines]
     return [(float(f[0]), int(f[1])) for f in found if len(f) == 3]
 
   def wait_for(self, ranks: Sequence[int], workers: int, since: float) -> float:
-    """Returns when all of `ranks` have committed a step with this number of workers."""
+    """Waits until all `ranks` commit a step of `workers` workers. Returns the time."""
 
     def first(rank):
       after = [t for t, n in self.steps(rank) if t > since and n == workers]
@@ -95,7 +97,7 @@ class Job:
     return max(first(rank) for rank in ranks)
 
   def close(self) -> None:
-    """Ends all of them."""
+    """Ends all workers."""
     for command in self._commands.values():
       command.close()
 
@@ -107,7 +109,7 @@ class Job:
 
 
 def measure() -> dict[str, object]:
-  """Returns the samples, as the JSON report has them."""
+  """Returns the samples, in the format of the JSON report."""
   chance = random.Random(_SEED.value)
   seconds, rejoins, steps = [], [], []
   with tempfile.TemporaryDirectory() as directory, Job(directory) as job:
@@ -133,9 +135,9 @@ def record(
   """Returns the samples and their percentiles.
 
   Args:
-    seconds: from each kill to the others' next step.
-    rejoins: from each new start to the next step of all, in seconds.
-    steps: of all workers, in seconds.
+    seconds: seconds from each kill to the next step of the others.
+    rejoins: seconds from each restart to the next step of all workers.
+    steps: seconds of each step of all workers.
   """
   return {
     'peer': 'ours',

@@ -1,9 +1,9 @@
-"""A worker of `benchmarks.recovery`: trains until it is ended, and says when.
+"""A worker of `benchmarks.recovery`, which trains until it is killed.
 
   python -m benchmarks.recovery_worker /tmp/steps_0 64
 
-After each step that all workers have committed it writes a line: the time, the number of
-workers that took part, and the number of the step. Its cluster is in TF_CONFIG.
+After each committed step it writes a line with the time, the number of workers of the
+step, and the number of the step. Its cluster is in TF_CONFIG.
 """
 
 import sys
@@ -19,7 +19,7 @@ _FEATURES = 64
 _ROWS = 48
 
 
-class _Tell(keras.callbacks.Callback):
+class _StepLog(keras.callbacks.Callback):
   """Writes a line after each step."""
 
   def __init__(self, file, strategy):
@@ -55,8 +55,8 @@ def main(path, width):
       )
       model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), 'mse')
     job.restore(model)
-    tell = _Tell(file, job.strategy)
-    job.fit(model, _batches, 1, 10**6, [tell], verbose=0)
+    step_log = _StepLog(file, job.strategy)
+    job.fit(model, _batches, 1, 10**6, [step_log], verbose=0)
 
   with open(path, 'a', 1, encoding='utf-8') as file:
     tfs.elastic.run(train, tfs.ElasticOptions(max_failures=10**6))

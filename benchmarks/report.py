@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table to read and as JSON to keep.
+"""Writes the results of benchmarks as tables and as JSON.
 
 Example:
 
@@ -23,20 +23,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tf_strategies import errors, version
 
-# What looks like a number in a table.
+# A number in a table.
 _NUMBER = re.compile(r'[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?( ?%)?')
-# Of an absolute path, or of one that leads out of here: all but the name.
+# The directories of an absolute path, or of one that begins with `../`.
 _DIRECTORIES = re.compile(r'(?<![^=,])(?:/|\.\./)(?:[^,=]*/)?')
-# A list of numbers or words, one a line.
+# A list of numbers or words with one per line.
 _LIST = re.compile(r'\[\n\s+([^][{}]+?)\n\s+\]')
 
 
 def environment() -> dict[str, object]:
   """Returns command, hardware, versions, load and date.
 
-  Nothing in it names the host or its directories.
+  They do not contain the name of the host or its directories.
   """
-  # Imported late: what only writes tables has neither.
+  # Imported late, because programs that only write tables may lack both.
   import numpy as np
   import tensorflow as tf
 
@@ -66,7 +66,7 @@ def environment() -> dict[str, object]:
 
 def command() -> str:
   """Returns the command that started this program, without local directories."""
-  # Of `python -m` the first argument is the file.
+  # With `python -m`, the first argument is the file.
   spec = getattr(sys.modules['__main__'], '__spec__', None)
   started = [sys.argv[0]]
   if spec is not None:
@@ -76,7 +76,7 @@ def command() -> str:
 
 
 def without_directories(text: str) -> str:
-  """A flag, or its value, as it can be shown to readers who have other paths.
+  """Returns a flag or its value without the directories of this machine.
 
   Example:
 
@@ -87,15 +87,15 @@ def without_directories(text: str) -> str:
 
 
 def check_target(option: str, path: str | None) -> None:
-  """Refuses a file that could not be written, before the runs.
+  """Checks before the runs that a file can be written.
 
   Args:
-    option: that names the file.
-    path: of the file; None for no file.
+    option: name of the option for the file.
+    path: path of the file, or None for no file.
 
   Raises:
-    UnsupportedOptionError: its directory is missing or cannot be written, or
-      there is something else than a file that can.
+    UnsupportedOptionError: if its directory is missing or not writable, or the path
+      exists and is not a writable file.
   """
   if path is None:
     return
@@ -121,7 +121,7 @@ def check_target(option: str, path: str | None) -> None:
 def write_json(path: str, content: Mapping[str, object]) -> None:
   """Writes `content` to `path`, replacing the file atomically.
 
-  Lists of samples are on one line each: reports are kept with the sources.
+  Each list of samples is on one line, because reports are kept with the sources.
   """
   text = _LIST.sub(
     lambda match: '[' + re.sub(r'\n\s+', ' ', match[1]) + ']',
@@ -134,9 +134,9 @@ def write_json(path: str, content: Mapping[str, object]) -> None:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-  """Returns a Markdown table; text is left-aligned, numbers to the right.
+  """Returns a Markdown table. Text is left-aligned, and numbers are right-aligned.
 
-  A text that is a number counts as one.
+  Text that is a number is right-aligned too.
 
   Example:
 
@@ -147,8 +147,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     | tree |      |
 
   Args:
-    columns: the head of each column.
-    rows: one cell for each column; None leaves it empty.
+    columns: title of each column.
+    rows: cells of each row, one per column. None is an empty cell.
   """
   found = [[_cell(value) for value in row] for row in rows]
   is_text = [

@@ -3,10 +3,10 @@
   python -m benchmarks.start_up
   python -m benchmarks.start_up --models=transformer --layers=2
 
-Each row is a process of its own. It calls `fit` for one step with 32 rows, then for
-one with 24, which a strategy may have to trace again. The table has the CPU seconds
-and the seconds of each call, and the resident memory of the process after it. Ratios
-compare the first step with that of the row without a strategy.
+Each row runs in its own process. It calls `fit` for one step with 32 rows, then for one
+with 24 rows, which a strategy may have to trace again. The table has the CPU seconds and
+the seconds of each call, and the resident memory of the process after it. Ratios compare
+the first step with the row without a strategy.
 """
 
 import itertools
@@ -19,13 +19,15 @@ from absl import app, flags
 from benchmarks import gpu_parts, measure, report
 
 _MODELS = flags.DEFINE_list('models', ['mobilenet', 'transformer'], 'Models.')
-_LAYERS = flags.DEFINE_integer('layers', 6, 'Of the transformer.')
-_REPORT_JSON = flags.DEFINE_string('report_json', None, 'Where to write JSON.')
+_LAYERS = flags.DEFINE_integer('layers', 6, 'Layers of the transformer.')
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'JSON file for the results.'
+)
 _ROWS = [('none', 1), *itertools.product(['ring_mirrored', 'mirrored'], [2, 4])]
 
 
 def measure_row(name, layers, strategy, count) -> dict[str, float]:
-  """Returns what the first steps of a model cost this process."""
+  """Measures the first steps of a model in this process."""
   devices = measure.split_device('cpu', count)
   import keras
   import numpy as np

@@ -1,21 +1,21 @@
-"""What each strategy costs on MNIST: speed, traffic, memory, accuracy.
+"""Measures speed, traffic, memory and accuracy of each strategy on MNIST.
 
   python -m benchmarks.strategies --data_path=mnist.npz
   python -m benchmarks.strategies --strategies=ring_mirrored
 
-Without --data_path the rows are of the digits that scikit-learn carries, which are
-too few to compare speeds.
+Without --data_path the data are the digits of scikit-learn, which are too few to
+compare speeds.
 
 All rows train the model of the examples with their optimizer, the same seed and
-the same global batch. Each run is a process, or a job of the launcher, of its
-own. Before the clock starts it trains some steps, which trace, and takes them
-back; validation is not timed either. Rounds repeat all rows in another order.
+the same global batch. Each run is its own process, or its own job of the launcher.
+Before the clock starts, it trains some steps for tracing and undoes them.
+Validation is not timed. Rounds repeat all rows in another order.
 
-'MB a step': between devices of a process, what the strategy counted, into the
-busiest device and into all of them (TensorFlow's own all-reduce counts nothing);
-between processes, all that went over loopback while steps ran, so nothing else
-should use it meanwhile. 'Variables MB': of model, optimizer and metrics, on the
-device that has most and on all of them.
+'MB a step' has the bytes into the busiest device and into all devices. For the
+devices of one process, the strategy counts them (TensorFlow's all-reduce does not).
+Between processes, it is all traffic over loopback during the steps, so no other
+program should use loopback meanwhile. 'Variables MB' is the size of the variables
+of model, optimizer and metrics on the device with most, and on all devices.
 """
 
 import json
@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
@@ -42,46 +42,48 @@ _STRATEGIES = flags.DEFINE_list(
   'Rows of the table.',
 )
 _DATA_PATH = flags.DEFINE_string(
-  'data_path', None, 'MNIST, as the examples take it; without it, digits.'
+  'data_path', None, 'MNIST, as in the examples. Default: digits.'
 )
 _NUM_VIRTUAL_DEVICES = flags.DEFINE_integer(
   'num_virtual_devices',
   4,
-  'Logical devices of a strategy in one process.',
+  'Logical devices of each strategy in one process.',
   lower_bound=1,
 )
 _BATCH = flags.DEFINE_integer(
-  'global_batch_size', 64, 'Rows of a step.', lower_bound=1
+  'global_batch_size', 64, 'Rows per step.', lower_bound=1
 )
-_EPOCHS = flags.DEFINE_integer('epochs', 3, 'Of each run.', lower_bound=1)
+_EPOCHS = flags.DEFINE_integer('epochs', 3, 'Epochs per run.', lower_bound=1)
 _STEPS_PER_EPOCH = flags.DEFINE_integer(
   'steps_per_epoch',
   None,
-  'Steps of an epoch, more or fewer than the data make.',
+  'Steps per epoch. Default: all data.',
   lower_bound=1,
 )
-_MODEL = flags.DEFINE_enum('model', 'cnn', ('cnn', 'mlp'), 'Of the examples.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of each run.', lower_bound=0)
-_ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each row.', lower_bound=1)
+_MODEL = flags.DEFINE_enum(
+  'model', 'cnn', ('cnn', 'mlp'), 'Model of the examples.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of each run.', lower_bound=0)
+_ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs per row.', lower_bound=1)
 _DEADLINE_SECONDS = flags.DEFINE_float(
-  'deadline_seconds', 300.0, 'How long a run may take.', lower_bound=1.0
+  'deadline_seconds', 300.0, 'Maximum duration of a run.', lower_bound=1.0
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
-# For each worker: one traces, a second finds the function built.
+# Per worker: the first step traces, the second uses the traced function.
 _UNTIMED_STEPS = 2
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _TASK = 'benchmarks.strategy_costs.task'
 
 
 def run_jobs(jobs: Sequence[catalogue.Job]) -> list[dict[str, Any]]:
-  """Runs all jobs in turns; returns the records, in the order of the jobs.
+  """Runs all jobs in turns, and returns the records in the order of the jobs.
 
   A job that fails is not run again.
 
   Args:
-    jobs: one a row.
+    jobs: one job per row.
   """
   by_name = {job.name: job for job in jobs}
   found = {name: [] for name in by_name}
@@ -130,7 +132,7 @@ def _run(job: catalogue.Job) -> dict[str, Any]:
       name=job.name,
       cwd=_ROOT,
       deadline_seconds=_DEADLINE_SECONDS.value,
-      # Ctrl-C is for this process, which then ends the job.
+      # Only this process receives Ctrl-C. It then ends the job.
       start_new_session=True,
     ) as command:
       if status := command.wait():
@@ -143,7 +145,7 @@ def _run(job: catalogue.Job) -> dict[str, Any]:
 
 
 def _options(job: catalogue.Job) -> dict[str, Any]:
-  """Fields of the example's options."""
+  """Returns the options of the example by name."""
   path = _DATA_PATH.value
   return {
     'strategy': job.strategy,
@@ -173,11 +175,11 @@ def _caption() -> str:
 
 
 def _check_flags() -> None:
-  """Refuses what would fail after minutes.
+  """Checks the flags before the runs.
 
   Raises:
-    UnsupportedOptionError: a row or report that cannot be.
-    DataError: data that cannot be read.
+    UnsupportedOptionError: if a row is unknown, or the report cannot be written.
+    DataError: if the data do not exist.
   """
   for name in _STRATEGIES.value:
     catalogue.costs(name)
@@ -203,7 +205,7 @@ def _progress(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the benchmark that the flags describe; returns the exit status."""
+  """Runs the benchmark, and returns the exit status."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   try:

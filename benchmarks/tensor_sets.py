@@ -25,7 +25,7 @@ def by_name(name: str) -> tuple[tuple[int, ...], ...]:
     name: a count and a size, such as '25x1MB', or 'resnet'.
 
   Raises:
-    UnsupportedOptionError: `name` is neither.
+    UnsupportedOptionError: if `name` is neither.
   """
   if name == RESNET:
     return resnet()
@@ -43,7 +43,7 @@ def by_name(name: str) -> tuple[tuple[int, ...], ...]:
 def resnet() -> tuple[tuple[int, ...], ...]:
   """Returns 60 shapes of ResNet-50's parameters: 102 MB.
 
-  All convolution kernels and the classifier, and five of the 106 vectors of
+  They are all convolution kernels, the classifier, and five of the 106 vectors of
   the batch normalisations.
 
   Source: He et al., "Deep residual learning for image recognition", 2015,

@@ -1,4 +1,4 @@
-"""A worker's side of `training_step`: models under strategies, and their fit."""
+"""The process of a worker of `training_step`, which trains models with strategies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tf_strategies import process_group
 
 
 class BlockClock(keras.callbacks.Callback):
-  """Notes the time, and this process's CPU time, after each block of steps.
+  """Records the time and the CPU time of this process after each block of steps.
 
   Args:
-    steps: of a block.
+    steps: number of steps per block.
   """
 
   def __init__(self, steps: int):
@@ -29,25 +29,25 @@ class BlockClock(keras.callbacks.Callback):
     self._cpu_times: list[float] = []
 
   def on_train_batch_end(self, batch, logs=None):
-    """Notes the time at the end of a block."""
+    """Records the time at the end of a block."""
     if (batch + 1) % self._steps == 0:
       self._times.append(time.perf_counter())
       self._cpu_times.append(time.process_time())
 
   def seconds(self) -> list[float]:
-    """Returns the seconds a step of each block but the first, the warm-up."""
+    """Returns the seconds per step of each block, without the warm-up block."""
     return (np.diff(self._times) / self._steps).tolist()
 
   def cpu_seconds(self) -> list[float]:
-    """Returns the same of the CPU time, of all threads together."""
+    """Returns the CPU seconds per step of all threads, as `seconds` does."""
     return (np.diff(self._cpu_times) / self._steps).tolist()
 
 
 class Actor:
-  """The models of one worker; `pool_worker` calls the methods.
+  """The models of one worker. `pool_worker` calls the methods.
 
   Args:
-    rank: of this worker.
+    rank: rank of this worker.
   """
 
   def __init__(self, rank: int):
@@ -69,18 +69,17 @@ class Actor:
     """Builds a model under a strategy.
 
     Args:
-      peer: its name.
+      peer: name of the peer.
       strategy: 'ring', 'collective', 'one_device' or 'apart'.
-      options: of the strategy.
+      options: options of the strategy.
       addresses: 'host:port' of this peer on each worker.
-      shape: `width` and `layers` of the model, and `batch_rows`, of the whole
-        batch.
+      shape: `width` and `layers` of the model, and `batch_rows` of the whole batch.
       timeout_seconds: how long to wait for the other workers.
-      optimizer: its name.
-      local_steps: how many steps workers train apart; 0 for none.
+      optimizer: name of the optimizer.
+      local_steps: number of steps of `LocalSteps`, or 0 to train without it.
 
     Returns:
-      Bytes of the trainable variables.
+      Size of the trainable variables in bytes.
     """
     tf.config.set_visible_devices([], 'GPU')
     made = self._strategy(strategy, options, addresses, timeout_seconds)
@@ -97,16 +96,16 @@ class Actor:
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
 
   def run(self, peer: str, blocks: int, steps: int) -> dict[str, Any]:
-    """Fits for one block to warm up and then for those that count.
+    """Trains a warm-up block, then the measured blocks.
 
     Args:
-      peer: whose turn it is.
-      blocks: how many are timed.
-      steps: of a block.
+      peer: name of the peer.
+      blocks: number of measured blocks.
+      steps: number of steps per block.
 
     Returns:
-      `seconds` and `cpu_seconds` a step of each block, the mean `loss` of all steps,
-      and how many `bytes_sent` a step, where that is counted.
+      `seconds` and `cpu_seconds` per step of each block, the mean `loss` of all steps,
+      and the `bytes_sent` per step, if they are counted.
     """
     model, rows = self._models[peer], self._rows[peer]
     width = model.input_shape[-1]
@@ -163,7 +162,7 @@ class Actor:
 
 
 def _dense_model(width: int, layers: int) -> keras.Model:
-  """A model whose parameters are nearly all in square matrices."""
+  """Returns a model with nearly all parameters in square matrices."""
   return keras.Sequential(
     [
       keras.Input([width]),

@@ -1,4 +1,4 @@
-"""What `training_step` measures: ways to train, and one device as the limit."""
+"""The peers of `training_step`, with one device as the lower limit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What all are compared with: MultiWorkerMirroredStrategy with the bugs cured.
+# The reference: MultiWorkerMirroredStrategy with fixes.
 REFERENCE = 'collective'
 WHOLE_BATCH = 'one_device_global_batch'
 
 _MIB = 1 << 20
-# How far losses of the same steps may be apart, relatively.
-_SAME, _SAME_IN_FEWER_BITS = 1e-3, 5e-2
+# Maximum relative difference between losses of the same steps.
+_TOLERANCE, _COMPRESSED_TOLERANCE = 1e-3, 5e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Peer:
   """One way to train.
 
   Attributes:
-    name: for flags, tables and JSON.
+    name: name in flags, tables and JSON.
     strategy: 'ring', 'collective', 'one_device', or 'apart' for workers that do not
-      meet; those of one strategy share their processes.
-    options: of the strategy.
-    whole_batch: whether the batch is that of all workers; a part otherwise.
-    optimizer: its name. Losses of one optimizer are compared.
-    local_steps: how many steps workers train apart; 0 for none.
+      communicate. Peers with the same strategy share their processes.
+    options: options of the strategy.
+    whole_batch: whether it trains on the batch of all workers, not on a part.
+    optimizer: name of the optimizer. Losses are compared by optimizer.
+    local_steps: number of steps of `LocalSteps`, or 0 to train without it.
   """
 
   name: str
@@ -43,8 +43,8 @@ class Peer:
 
   @property
   def tolerance(self) -> float:
-    """Returns how far its losses may be from those of one device, relatively."""
-    return _SAME if self.compression == 'none' else _SAME_IN_FEWER_BITS
+    """Returns the maximum relative difference between its losses and one device's."""
+    return _TOLERANCE if self.compression == 'none' else _COMPRESSED_TOLERANCE
 
 
 PEERS = (
@@ -54,7 +54,7 @@ PEERS = (
   Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
   Peer('ring_local_16', 'ring', local_steps=16),
   Peer('ring_local_64', 'ring', local_steps=64),
-  # State of its own for each weight, on every worker or divided among them.
+  # The state of Adam is on every worker, or sharded.
   Peer('ring_adam', 'ring', optimizer='adam'),
   Peer(
     'ring_adam_sharded',
@@ -72,13 +72,13 @@ NAMES = tuple(peer.name for peer in PEERS)
 
 
 def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
-  """Compares what all peers and ranks have learned from the same steps.
+  """Compares the losses of all peers and ranks after the same steps.
 
   Args:
-    losses: of each peer by rank.
+    losses: losses of each peer by rank.
 
   Raises:
-    RuntimeError: they differ, so that the times would mean nothing.
+    RuntimeError: if they differ, which invalidates the times.
   """
   first: dict[str, float] = {}
   if WHOLE_BATCH in losses:
@@ -86,13 +86,15 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
   for peer in PEERS:
     if peer.name not in losses or not peer.whole_batch:
       continue
-    if peer.local_steps:  # Other training, but one for all ranks.
+    if (
+      peer.local_steps
+    ):  # Its loss differs from other peers, but not between ranks.
       wanted, allowed = losses[peer.name][0], 0.0
     else:
       wanted = first.setdefault(peer.optimizer, losses[peer.name][0])
       allowed = peer.tolerance
     for rank, loss in enumerate(losses[peer.name]):
-      # Not `>`: a NaN is wrong too.
+      # Also True for NaN.
       if not abs(loss - wanted) <= allowed * abs(wanted):
         raise RuntimeError(
           f'{peer.name}: rank {rank} has a loss of {loss}, not {wanted}. '

@@ -1,23 +1,23 @@
-"""A step of Keras' `fit` on two workers: ours beside TensorFlow's collectives.
+"""A step of Keras' `fit` on two workers, with ours and TensorFlow's collectives.
 
   python -m benchmarks.training_step
   python -m benchmarks.training_step --link_rate=1gbit --rounds=5
   python -m benchmarks.training_step --width=64 --rounds=1 --peers=ring_8mb
   python -m benchmarks.training_step --peers=ring_adam,ring_adam_sharded
 
-A dense model with 25 MB of parameters and a batch of 64 a worker. The ring's
-buckets travel while the backward pass goes on, so their size decides how much
-of the reduction is hidden. The limits are one device alone, on the whole batch
-and on one worker's part of it: no communication at all.
+The model is dense, with 25 MB of parameters and a batch of 64 per worker. The ring sends
+buckets during the backward pass, so their size determines how much of the reduction is
+overlapped. The lower limits are one device without communication, on the whole batch
+and on one worker's part of it.
 
-Peers run one after the other, in several rounds; the others' processes are idle
-meanwhile. A sample is the mean step of a block. The CPU time of a step, which a busy
-machine changes less, is the mean of the workers. After the first round the
-losses of all peers and ranks must agree.
+Peers take turns in several rounds, while the processes of others are idle. A sample is
+the mean step of a block. The CPU time of a step, which depends less on other programs,
+is the mean of the workers. After the first round the losses of all peers and ranks must
+be equal.
 
-With --link_rate the workers run on hosts of their own (see
-benchmarks/network_namespaces.py). Peers ring_local_16 and _64 train so many steps apart
-(tfs.keras.LocalSteps): their blocks have a whole number of meetings.
+With --link_rate each worker runs on its own simulated host (see
+benchmarks/network_namespaces.py). Peers ring_local_16 and _64 synchronise every 16
+and 64 steps (tfs.keras.LocalSteps). Their blocks are multiples of that.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 from absl import app, flags
@@ -44,24 +44,25 @@ from benchmarks import (
 from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = flags.DEFINE_integer(
-  'num_workers', 2, 'Workers of a device each.', lower_bound=2
+  'num_workers', 2, 'Workers, with one device each.', lower_bound=2
 )
 _WIDTH = flags.DEFINE_integer(
   'width', 1250, 'Units of each layer.', lower_bound=1
 )
 _LAYERS = flags.DEFINE_integer('layers', 4, 'Dense layers.', lower_bound=1)
 _BATCH = flags.DEFINE_integer(
-  'per_replica_batch_size', 64, 'Rows of a worker.', lower_bound=1
+  'per_replica_batch_size', 64, 'Rows per worker.', lower_bound=1
 )
-_ROUNDS = flags.DEFINE_integer(
-  'rounds', 5, 'Turns of each peer.', lower_bound=1
-)
+_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Turns per peer.', lower_bound=1)
 _BLOCKS = flags.DEFINE_integer(
-  'blocks', 4, 'Samples in each turn, after one to warm up.', lower_bound=1
+  'blocks',
+  4,
+  'Measured blocks per turn, after one warm-up block.',
+  lower_bound=1,
 )
-_STEPS = flags.DEFINE_integer('steps', 10, 'Steps of a block.', lower_bound=1)
+_STEPS = flags.DEFINE_integer('steps', 10, 'Steps per block.', lower_bound=1)
 _PEERS = flags.DEFINE_list(
-  'peers', None, f'Which of {",".join(training_peers.NAMES)}. Default: all.'
+  'peers', None, f'Any of {",".join(training_peers.NAMES)}. Default: all.'
 )
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
@@ -69,26 +70,27 @@ _LINK_RATE = flags.DEFINE_string(
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
-  'How long a turn of a peer may take.',
+  'Maximum duration of a turn.',
   lower_bound=1.0,
 )
 _REPORT_JSON = flags.DEFINE_string(
-  'report_json', None, 'Where to write the results as JSON.'
+  'report_json', None, 'JSON file for the results.'
 )
 
 
 class Training:
-  """The processes of all peers, with their models built.
+  """The processes of all peers, with their models.
 
   Args:
-    peers: what to train.
-    hosts: where the workers run; None for this machine.
-    stack: what ends the processes.
+    peers: the peers.
+    hosts: hosts of the workers, or None for this machine.
+    stack: ends the processes at its exit.
 
   Attributes:
-    parameter_bytes: of the model.
-    bytes_sent: by the busiest rank in a step, by peer; None if nobody counts.
-    cpu_seconds: of a worker in a step, by peer, of each block.
+    parameter_bytes: size of the model's parameters.
+    bytes_sent: bytes that the busiest rank sends per step, by peer, or None if they
+      are not counted.
+    cpu_seconds: CPU seconds per step and worker of each block, by peer.
   """
 
   def __init__(
@@ -115,9 +117,9 @@ class Training:
     """Trains once.
 
     Returns:
-      Seconds a step of each block, of the slowest rank; the loss by rank.
+      Seconds per step of each block on the slowest rank, and the loss by rank.
     """
-    # A block holds as many meetings as any other of the peer.
+    # All blocks of a peer synchronise equally often.
     every = peer.local_steps or 1
     found = self._pools[peer.strategy].ask(
       'run',
@@ -166,7 +168,7 @@ class Training:
     return answers[0]
 
   def _addresses_of(self, peer: training_peers.Peer) -> list[str]:
-    # TensorFlow's runtime is started once in a process, with one cluster.
+    # TensorFlow's runtime starts only once in a process, with one cluster.
     if peer.strategy == 'collective' and peer.strategy in self._addresses:
       return self._addresses[peer.strategy]
     count = _NUM_WORKERS.value
@@ -180,7 +182,7 @@ class Training:
 
 
 def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
-  """Trains with all peers in turns, and returns the results for the report."""
+  """Trains all peers in turns, and returns the results for the report."""
   with contextlib.ExitStack() as stack:
     hosts = None
     if _LINK_RATE.value is not None:
@@ -269,16 +271,14 @@ def _progress(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs the benchmark that the flags describe."""
+  """Runs the benchmark."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   report.check_target('report_json', _REPORT_JSON.value)
   peers = _chosen()
   if _LINK_RATE.value is not None:
-    network_namespaces.bits_per_second(
-      _LINK_RATE.value
-    )  # A typo should end it now.
-  # What the workers recognise each other by, beyond loopback too.
+    network_namespaces.bits_per_second(_LINK_RATE.value)  # Reports a typo now.
+  # The workers authenticate with it, also beyond loopback.
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
   settings = (
     *(_NUM_WORKERS, _WIDTH, _LAYERS, _BATCH, _ROUNDS, _BLOCKS, _STEPS),

@@ -8,8 +8,8 @@ socket while others have their turn.
     workers.send('greet', name='you')      # Actor(rank).greet(name='you')
     answers = workers.receive()            # the results, by rank
 
-Commands and answers are JSON over a Unix socket in a directory of this process
-alone, so a worker may be in another network namespace, or be started by mpiexec.
+Commands and answers are JSON over a Unix socket in a private directory, so a worker may
+be in another network namespace, or be started by mpiexec.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ _TAIL_BYTES = 4000
 
 
 class WorkerPool:
-  """Processes that run the methods of one class, all at the same time.
+  """Processes that run the methods of a class in parallel.
 
-  They are ended when the pool is closed, when a deadline has passed, and by
-  themselves when this process is gone, whatever they are doing.
+  They are ended when the pool is closed and after a deadline. They also end when
+  this process has ended, even while they run a method.
 
   Args:
-    name: for messages.
-    actor: 'module:Class'; made in each process with its rank, None where only
-      what started the process knows it.
-    prefixes: for each rank the command before Python's own, such as
-      `('ip', 'netns', 'exec', 'host')`; often empty.
+    name: name in messages.
+    actor: 'module:Class'. Each process creates one with its rank, or with None if
+      only the launcher knows the rank.
+    prefixes: for each rank the words before the interpreter, such as
+      `('ip', 'netns', 'exec', 'host')`. Often empty.
     python: the interpreter of the workers.
-    launcher: a command that starts all of them at once, such as
-      `('mpiexec', '-n', '2')`.
-    env: environment variables of the workers, besides this process's.
-    deadline_seconds: how long a start and a command may take.
+    launcher: a command that starts all workers, such as `('mpiexec', '-n', '2')`.
+    env: environment variables of the workers, in addition to this process's.
+    deadline_seconds: maximum duration of the start and of each command.
 
   Raises:
-    WorkerUnavailableError: a worker did not start.
+    WorkerUnavailableError: if a worker did not start.
   """
 
   def __init__(
@@ -88,11 +87,11 @@ class WorkerPool:
       raise
 
   def send(self, method: str, **arguments: Any) -> None:
-    """Lets all workers run a method; `receive` waits for it.
+    """Starts a method on all workers. `receive` waits for it.
 
     Args:
-      method: of the actor.
-      **arguments: what JSON can say.
+      method: name of a method of the actor.
+      **arguments: its arguments, which JSON must support.
     """
     for link in self._links:
       try:
@@ -101,17 +100,17 @@ class WorkerPool:
         self._raise(link.rank, 'is gone')
 
   def receive(self) -> list[Any]:
-    """Returns what the method returned on each worker, by rank.
+    """Returns the results of the method, by rank.
 
     Raises:
-      WorkerUnavailableError: a worker raised, died, or did not answer in time.
+      WorkerUnavailableError: if a worker raised, died, or did not answer in time.
     """
     ends_at = time.monotonic() + self._deadline_seconds
     answers: dict[int, Any] = {}
     waiting = list(self._links)
     while waiting:
       for link in list(waiting):
-        # In turns: one that raised may keep the others waiting for it.
+        # Polls in turns, because workers may wait for one that raised.
         answer = self._poll(link, ends_at)
         if answer is not None:
           answers[link.rank] = answer['value']
@@ -119,14 +118,14 @@ class WorkerPool:
     return [answers[link.rank] for link in self._links]
 
   def ask(self, method: str, **arguments: Any) -> list[Any]:
-    """Sends and receives."""
+    """Runs a method on all workers, and returns the results by rank."""
     self.send(method, **arguments)
     return self.receive()
 
   def close(self) -> None:
-    """Ends all workers, by their own process ids; may be called twice."""
+    """Ends all workers by their process ids. May be called twice."""
     for link in self._links:
-      link.close()  # This alone makes a worker leave.
+      link.close()  # A worker ends when its link closes.
     self._links = []
     ends_at = time.monotonic() + _GOODBYE_SECONDS
     for process in self._processes:
@@ -155,7 +154,7 @@ class WorkerPool:
           log=self._directory / f'{number}.log',
           cwd=_ROOT,
           env=env,
-          # Ctrl-C is for this process, which then ends them.
+          # Only this process receives Ctrl-C. It then ends the workers.
           start_new_session=True,
         )
       )
@@ -171,7 +170,7 @@ class WorkerPool:
         self._check_start(ends_at, len(links))
         continue
       link = _Link(connection)
-      # At once in the list of what must be closed.
+      # Added now, so that `close` also closes it after an error.
       self._links.append(link)
       links.append(link)
       hello = link.receive(_GOODBYE_SECONDS)
@@ -230,10 +229,10 @@ class _Link:
     self._socket.sendall(json.dumps(message).encode() + b'\n')
 
   def receive(self, seconds: float) -> dict | None:
-    """Returns a message, or None if none came.
+    """Returns a message, or None if none arrived in time.
 
     Raises:
-      ConnectionError: the worker has closed the connection.
+      ConnectionError: if the worker has closed the connection.
     """
     self._socket.settimeout(seconds)
     try:

@@ -80,7 +80,7 @@ flags.DEFINE_enum(
   "For ring_mirrored and mirrored. builtin (only mirrored) is TensorFlow's.",
 )
 flags.DEFINE_integer(
-  'local_steps', None, 'Steps between meetings (LocalSteps).', 1
+  'local_steps', None, 'Steps between synchronisations (LocalSteps).', 1
 )
 flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 # Parameter servers.

@@ -1,1 +1,1 @@
-"""What `strategies` measures: jobs, the program of their tasks, results."""
+"""Jobs of `strategies`, the program of their tasks, and results."""

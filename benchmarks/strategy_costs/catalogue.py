@@ -14,11 +14,11 @@ class Job:
   """One way to train.
 
   Attributes:
-    name: for flags, tables and JSON.
-    strategy: as `tfs.create_strategy` has it.
-    num_workers: worker tasks; 0 is a single process without a launcher.
-    num_ps: parameter servers, besides which there is a chief.
-    options: of the example, besides the strategy.
+    name: name in flags, tables and JSON.
+    strategy: name of the strategy in `tfs.create_strategy`.
+    num_workers: number of worker tasks. 0 is a single process without a launcher.
+    num_ps: number of parameter servers. A job with servers also has a chief.
+    options: further options of the example.
   """
 
   name: str
@@ -29,7 +29,7 @@ class Job:
 
   @property
   def launcher_flags(self) -> tuple[str, ...]:
-    """Flags of `tf_strategies.launch`; none for a single process.
+    """Returns the flags of `tf_strategies.launch`, or none for a single process.
 
     Example:
 
@@ -44,7 +44,7 @@ class Job:
     return flags
 
   def describe(self, num_devices: int) -> str:
-    """Says what runs.
+    """Describes the tasks or devices.
 
     Example:
 
@@ -54,7 +54,7 @@ class Job:
       ('1 device', '4 devices')
 
     Args:
-      num_devices: of a single process.
+      num_devices: number of devices of a single process.
     """
     if not self.num_workers:
       return _plural(
@@ -68,7 +68,7 @@ class Job:
 
 COSTS = (
   Job('one_device', 'one_device'),
-  # TensorFlow's strategy with TensorFlow's all-reduce.
+  # TensorFlow's strategy with its own all-reduce.
   Job('mirrored', 'mirrored', options={'all_reduce': 'builtin'}),
   Job('ring_mirrored', 'ring_mirrored'),
   Job('central_storage', 'central_storage'),
@@ -83,7 +83,7 @@ def costs(name: str) -> Job:
   """Returns the job of a row of the table.
 
   Raises:
-    UnsupportedOptionError: there is no such row.
+    UnsupportedOptionError: if there is no such row.
   """
   for job in COSTS:
     if job.name == name:

@@ -1,4 +1,4 @@
-"""What a run of `strategies` found: records, and a table."""
+"""Records and the table of the results of `strategies`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.strategy_costs import catalogue
 
-# What a record has the median of.
+# Fields with medians in a record.
 _MEDIANS = (
   'images_per_s',
   'bytes_per_step_into_busiest',
@@ -23,15 +23,14 @@ _MEDIANS = (
 def measured(
   job: catalogue.Job, reports: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Returns what one run of a job found.
+  """Returns the results of one run of a job.
 
   Args:
-    job: that ran.
-    reports: of its tasks that trained.
+    job: the job.
+    reports: reports of its tasks that trained.
 
   Raises:
-    RuntimeError: it trained other steps than it was to, so that its time would
-      mean nothing.
+    RuntimeError: if the number of trained steps is wrong, which invalidates the time.
   """
   chief = next(r for r in reports if r['is_chief'])
   if chief['iterations'] != chief['steps']:
@@ -49,7 +48,7 @@ def measured(
 
 
 def _moved(job: catalogue.Job, chief: Mapping[str, Any]) -> dict[str, Any]:
-  """Bytes a step: as the strategy counted them, or over loopback."""
+  """Returns the bytes per step, as counted by the strategy or on loopback."""
   busiest, total = chief['bytes_per_step']
   if job.num_workers:
     epochs = [epoch['loopback_bytes'] for epoch in chief['timed_epochs']]
@@ -66,12 +65,12 @@ def _memory(reports: Sequence[dict[str, Any]]) -> dict[str, int]:
 def record(
   job: catalogue.Job, runs: Sequence[Mapping[str, Any]], error: str = ''
 ) -> dict[str, Any]:
-  """Returns all that was found of a job, as the JSON report has it.
+  """Returns the results of a job, in the format of the JSON report.
 
   Args:
-    job: that ran.
-    runs: what `measured` found in each round.
-    error: why there is nothing more; empty if nothing failed.
+    job: the job.
+    runs: results of `measured`, by round.
+    error: error message, or '' if no run failed.
   """
   return {
     'name': job.name,
@@ -86,11 +85,11 @@ def record(
 
 
 def table(records: Sequence[Mapping[str, Any]], num_devices: int) -> str:
-  """Returns what each strategy costs as a Markdown table.
+  """Returns the results of all strategies as a Markdown table.
 
   Args:
-    records: of `record`, one a strategy.
-    num_devices: of those that run in one process.
+    records: results of `record`, one per strategy.
+    num_devices: number of devices of strategies in one process.
   """
   names = (
     *('bytes_per_step_into_busiest', 'bytes_per_step_total'),
@@ -122,7 +121,7 @@ def table(records: Sequence[Mapping[str, Any]], num_devices: int) -> str:
 
 
 def _rate(found: Mapping[str, Any]) -> str:
-  """Returns the median of the rounds; of several the least and the most too."""
+  """Returns the median of the rounds, with minimum and maximum of several rounds."""
   if found['error']:
     return 'failed'
   rates = [run['images_per_s'] for run in found['runs']]

@@ -1,9 +1,9 @@
-"""What every task of a job of `strategies` runs: an example, with a clock.
+"""The program of each task of a job of `strategies`: an example with a clock.
 
   python -m benchmarks.strategy_costs.task '{"options": ..., ...}'
 
-The argument is a `Spec` as JSON. Each task that trains writes its report, that
-of the example and what the clock counted, to `<rank>.json`.
+The argument is a `Spec` as JSON. Each task that trains writes the report of the
+example and the measurements to `<rank>.json`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Spec:
   """The training and the measurements of a task.
 
   Attributes:
-    options: values of the example's flags, by name; None for the default.
-    num_virtual_devices: number of logical devices; 0 does not change the devices.
+    options: values of the example's flags, by name. None is the default.
+    num_virtual_devices: number of logical devices. 0 does not change the devices.
     untimed_steps: number of steps that are trained and undone before the clock
-      starts. In them TensorFlow traces, and each worker builds its functions.
+      starts. They trace and build the functions of each worker.
     output_dir: directory of the reports.
   """
 
@@ -46,7 +46,7 @@ class Spec:
   output_dir: str
 
   def flags(self) -> list[str]:
-    """The command line of the example."""
+    """Returns the command line of the example."""
     options = {**self.options, 'num_virtual_devices': self.num_virtual_devices}
     return [
       f'--{name}={str(value).lower() if isinstance(value, bool) else value}'
@@ -69,7 +69,7 @@ def train(spec: Spec) -> dict[str, Any]:
   model = mnist_keras_fit.build_model(strategy, data.num_classes)
   steps = flags.FLAGS.steps_per_epoch
   untimed = min(spec.untimed_steps, steps)
-  # Parameter servers have steps that still run.
+  # With parameter servers, steps may still be running.
   join = getattr(strategy, 'join', lambda: None)
   _train_untimed(strategy, data, model, untimed)
   # The last batch of a pass over the data has fewer rows.
@@ -120,19 +120,19 @@ def bytes_per_step(
 
 
 class Watch(keras.callbacks.Callback):
-  """Counts what the steps of each epoch took.
+  """Measures the time and traffic of the steps of each epoch.
 
   The clock runs from the beginning of an epoch to the end of its last step. No
-  step is on the way when it starts and stops. Validation is not counted.
+  step is in progress when it starts and stops. Validation is not measured.
 
   Args:
-    steps_per_epoch: of training.
-    rows: of an epoch.
-    join: waits for steps that still run.
+    steps_per_epoch: number of training steps per epoch.
+    rows: number of rows per epoch.
+    join: waits for running steps.
 
   Attributes:
-    epochs: the `seconds` and `rows` of each, and the `loopback_bytes` that this
-      machine sent to itself meanwhile, whoever sent them; None where the system
+    epochs: `seconds`, `rows` and `loopback_bytes` of each epoch. The latter are all
+      bytes that this machine sent over loopback meanwhile, or None if the system
       does not count them.
   """
 
@@ -150,7 +150,7 @@ class Watch(keras.callbacks.Callback):
 
   @property
   def examples_per_second(self) -> float:
-    """Returns the median of the epochs."""
+    """Returns the median rate of the epochs."""
     rates = [epoch['rows'] / epoch['seconds'] for epoch in self.epochs]
     return statistics.median(rates)
 
@@ -174,16 +174,16 @@ class Watch(keras.callbacks.Callback):
 
 
 def loopback_bytes() -> int | None:
-  """Returns the bytes that this machine has sent to itself, if it counts them."""
+  """Returns the bytes that this machine sent over loopback, or None if not counted."""
   counters = psutil.net_io_counters(pernic=True)
-  for name in ('lo', 'lo0'):  # Of Linux, of macOS.
+  for name in ('lo', 'lo0'):  # On Linux and on macOS.
     if name in counters:
       return counters[name].bytes_sent
   return None
 
 
 def _train_untimed(strategy, data, model: keras.Model, steps: int) -> None:
-  """Trains some steps and takes them back."""
+  """Trains some steps and undoes them."""
   with strategy.scope():
     model.optimizer.build(model.trainable_variables)
   variables = [*model.weights, *model.optimizer.variables]
@@ -198,7 +198,7 @@ def _train_untimed(strategy, data, model: keras.Model, steps: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Does this task's part of the job; returns the exit status."""
+  """Runs this task of the job, and returns the exit status."""
   spec = Spec(**json.loads(argv[1]))
   try:
     found = tfs.cluster.run_task(lambda: train(spec))
