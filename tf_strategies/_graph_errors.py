@@ -91,13 +91,6 @@ def _new_unknown_error(cls, *args, **kwargs):
   return Exception.__new__(cls, *args)
 
 
-def _restore(error_type, args, state):
-  error = error_type.__new__(error_type, *args)
-  error.args = args
-  vars(error).update(state)
-  return error
-
-
 def _as_unknown_error(error):
   """Returns a copy of `error` that is also a `tf.errors.UnknownError`."""
   error_type = type(error)
@@ -116,7 +109,11 @@ def _as_unknown_error(error):
       '__str__': error_type.__str__,
       # Pickles as the original class, because pickle cannot find this one by
       # name.
-      '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
+      '__reduce__': lambda self: (
+        error_type.__new__,
+        (error_type, *self.args),
+        {'args': self.args, **state},
+      ),
       '__module__': error_type.__module__,
     },
   )
