@@ -104,6 +104,8 @@ def _call_all(rank, kind):
       except tfs.errors.CollectiveMismatchError as e:
         error = str(e)
       found[name] = error, time.monotonic() - started
+    # TensorFlow's coordination service ends with rank 0.
+    strategy.extended.communicator.exchange('end', None)
   return found
 
 
