@@ -97,7 +97,7 @@ _CheckpointInitialValue = _load(
 shard_files = _load(
   'data.experimental.ops.distribute._AutoShardDataset', 'every n-th file'
 )
-_compute_batch_size = _load(
+compute_batch_size = _load(
   'data.experimental.ops.distribute.compute_batch_size',
   'the number of rows that a data set puts into a batch',
 )
@@ -114,6 +114,10 @@ UpdateContext = _load(
 DistributedDataset = _load(
   'distribute.input_lib.DistributedDataset', 'Keras knows it by name'
 )
+values_of_local_replicas = _load(
+  'distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended',
+  'calls a function for the replicas of a worker',
+)._experimental_distribute_values_from_function
 empty_batch = _load(
   'distribute.input_lib._dummy_tensor_fn', 'a batch without rows'
 )
@@ -290,12 +294,6 @@ def config_value(name: str, timeout_seconds: float) -> str:
   """Returns a value that a worker publishes. Raises OpError at the deadline."""
   milliseconds = max(1, int(timeout_seconds * 1000))
   return _eager_context().get_config_key_value(name, milliseconds)
-
-
-def batch_size_of(dataset) -> int | None:
-  """Returns the number of rows in a data set's full batches, or None."""
-  size = int(_compute_batch_size(dataset))
-  return size if size > 0 else None
 
 
 def clone_function(function, python_function):

@@ -107,12 +107,9 @@ class CollectiveQueue:
       result = self._run(kind, work, tensor.numpy())
       return tf.constant(result, tensor.dtype)
     communicator.check_not_compiled(kind)
-
-    def host(array, token):
-      with _graph_errors.typed():
-        return self._run(kind, work, array), token + 1
-
-    [result] = self._in_order(host, [tensor], [tensor.dtype])
+    [result] = self._in_order(
+      lambda array: [self._run(kind, work, array)], [tensor], [tensor.dtype]
+    )
     result.set_shape(shape)
     return result
 
@@ -138,11 +135,6 @@ class CollectiveQueue:
       self._start(kind, request, is_first=i == 0)
       for i, request in enumerate(requests)
     ]
-
-    def wait(handles, token):
-      with _graph_errors.typed():
-        return *self._wait(handles), token + 1
-
     is_host = device == _tf_internal.host_of(device)
     count = len(handles) if is_host else 1
     results = []
@@ -150,7 +142,7 @@ class CollectiveQueue:
       with tf.device('CPU:0'):
         some = tf.stack(handles[i : i + count])
       dtypes = [r.tensor.dtype for r in requests[i : i + count]]
-      results += self._in_order(wait, [some], dtypes)
+      results += self._in_order(self._wait, [some], dtypes)
     if count == len(handles):
       return results
     with tf.device(device):
@@ -163,23 +155,31 @@ class CollectiveQueue:
   def _start(self, kind, request, is_first):
     """Hands a tensor to the thread. Returns the number of its result."""
 
-    def host(array, token):
+    def host(array):
       handle = next(self._handles)
       self._update += is_first
       about = {'update': self._update, 'contents': request.contents}
-      with _graph_errors.typed():
-        self._pending[handle] = self._submit(kind, request.work, array, **about)
-      return np.int64(handle), token + 1
+      self._pending[handle] = self._submit(kind, request.work, array, **about)
+      return [np.int64(handle)]
 
     [handle] = self._in_order(host, [request.tensor], [tf.int64])
     handle.set_shape([])
     return handle
 
   def _in_order(self, host, inputs, dtypes):
-    """Makes a host call between a read and a write of the token."""
+    """Makes a host call between a read and a write of the token.
+
+    `host` takes arrays and returns a list of arrays, of these `dtypes`.
+    """
+
+    def call(*arrays):
+      *arrays, token = arrays
+      with _graph_errors.typed():
+        return *host(*arrays), token + 1
+
     with tf.device('CPU:0'):
       *results, token = tf.numpy_function(
-        host, [*inputs, self._token.read_value()], [*dtypes, tf.int64]
+        call, [*inputs, self._token.read_value()], [*dtypes, tf.int64]
       )
       token.set_shape([])
       with tf.control_dependencies([self._token.assign(token)]):

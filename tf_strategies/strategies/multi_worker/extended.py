@@ -174,12 +174,6 @@ class MultiWorkerExtended(
   def _distribute_datasets_from_function(self, dataset_fn, options):
     return input_lib.distribute_from_function(self, dataset_fn, options)
 
-  def _experimental_distribute_values_from_function(self, value_fn):
-    values = []
-    for i, device in enumerate(self._devices):
-      context = tf.distribute.experimental.ValueContext(
-        self._get_replica_id_in_sync_group(i), self._num_replicas_in_sync
-      )
-      with tf.device(device):
-        values.append(value_fn(context))
-    return _tf_internal.regroup(tuple(values), always_wrap=True)
+  _experimental_distribute_values_from_function = (
+    _tf_internal.values_of_local_replicas
+  )

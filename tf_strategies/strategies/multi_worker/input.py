@@ -133,11 +133,11 @@ def _with_rows(extended, batches, all_rows):
 
 def _rows_of_replica(extended, dataset) -> int:
   """Returns the number of rows of a global batch for each replica."""
-  size = _tf_internal.batch_size_of(dataset)
+  size = int(_tf_internal.compute_batch_size(dataset))  # -1: unknown.
   total = _num_replicas(extended)
   option_checks.check(
-    size is not None and size % total == 0,
-    f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
+    size > 0 and size % total == 0,
+    f'batches of {size if size > 0 else "unknown size"} with AutoShardPolicy.FILE or OFF '
     f'and {total} replicas',
     'a batch size that divides by the number of replicas',
     'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
@@ -274,14 +274,8 @@ def _number_of(arrays) -> int:
   value = 0
   for array in map(np.asarray, arrays):
     flat = array.ravel()
-    sample = np.concatenate([flat[:256], flat[-256:]])
-    if sample.dtype == object:
-      text = b'\0'.join(
-        x if isinstance(x, bytes) else str(x).encode() for x in sample
-      )
-    else:
-      text = sample.tobytes()
-    value = zlib.crc32(text, zlib.crc32(str(array.shape).encode(), value))
+    sample = np.concatenate([flat[:256], flat[-256:]]).tolist()
+    value = zlib.crc32(repr([array.shape, sample]).encode(), value)
   return value
 
 
