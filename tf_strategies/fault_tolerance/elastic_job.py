@@ -122,7 +122,6 @@ class FilesOfJob(chief_only.ChiefOnly):
     """Opens files when this worker becomes the chief; closes them afterwards."""
     was_chief = self._has_model
     is_chief = super()._tell_chief()
-    self._has_model = is_chief
     if self._is_training and is_chief != was_chief:
       keeps_open = isinstance(self.callback, elastic_state.KEEP_FILES_OPEN)
       if is_chief:

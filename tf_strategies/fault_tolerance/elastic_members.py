@@ -45,25 +45,23 @@ _SAME_BATCHES = (
   'make_batches(epoch, step) count epochs of steps_per_epoch batches'
 )
 
-# What must be equal on all workers of a group: name, description, fix, error.
+# What must be equal on all workers of a group: name, description, fix, and the error
+# if it is no `CollectiveMismatchError`.
 _MUST_BE_SAME = (
   (
     'set_up',
     'the set-up of the strategy',
     'pass the same options and devices on all workers',
-    errors.CollectiveMismatchError,
   ),
   (
     'fit',
     'epochs and steps_per_epoch of job.fit',
     'pass the same ones on all workers',
-    errors.CollectiveMismatchError,
   ),
   (
     'files',
     'the list of callbacks of job.fit that write files',
     'pass the same callbacks with the same paths on all workers',
-    errors.CollectiveMismatchError,
   ),
   (
     'variables',
@@ -333,19 +331,17 @@ class Members:
       )
     theirs = answers[best.rank]
     strategy_lib.take_seed(own_seed, theirs['seed'])
-    for name, what, fix, error in _MUST_BE_SAME:
+    for name, *about in _MUST_BE_SAME:
       said = [a[name] for a in answers]
       if None not in said:
-        self.check_same(said, what, fix, error)
+        self.check_same(said, *about)
     have = [
       a['shared'] and m.progress == best.progress
       for a, m in zip(answers, group.members, strict=True)
     ]
-    phases = [a['phase'] for a in answers]
     if not all(have):
-      is_running = theirs['phase'] in _INSIDE
-      enter = [is_running and phase == FIT for phase in phases]
-      state.take(group, best.rank, have, enter)
+      enters_fit = theirs['phase'] in _INSIDE and phase == FIT
+      state.take(group, best.rank, have[group.rank], enters_fit)
     state.is_shared = True
     is_inside = phase in _INSIDE
     behind = theirs['steps'] - state.num_steps
@@ -356,6 +352,7 @@ class Members:
     state.num_steps = theirs['steps']
     if is_inside and behind > 1:
       raise CallAgain(f'This worker is {behind} steps behind the others.')
+    phases = [a['phase'] for a in answers]
     is_mixed = any(p not in _INSIDE for p in phases)
     if is_inside and is_mixed and not set(_CLOSED).isdisjoint(phases):
       raise CallAgain('A worker joined where it cannot begin.')

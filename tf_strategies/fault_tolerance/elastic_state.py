@@ -160,16 +160,14 @@ class SharedState:
     self._held = _read(self._variables())
     self._objects = {}
 
-  def take(
-    self, group, root: int, have: Sequence[bool], enter: Sequence[bool]
-  ) -> None:
+  def take(self, group, root: int, has_it: bool, enters_fit: bool) -> None:
     """Takes the state of rank `root`; all workers call it.
 
     Args:
       group: the process group.
       root: the rank that has the state.
-      have: by rank, whether the worker has the state already.
-      enter: by rank, whether the worker enters a `fit` that is running.
+      has_it: whether this worker has the state already.
+      enters_fit: whether this worker enters a `fit` that is running.
     """
     variables = self._variables()
     values = _read(variables) if self._held is None else self._held
@@ -182,18 +180,15 @@ class SharedState:
     metrics = [np.array(value) for value in self._metrics_of_step]
     values = hand_on(group, root, 'variables', values)
     metrics = hand_on(group, root, 'metrics', metrics)
-    callbacks = []
-    if any(enter):
-      callbacks = pack(self.callbacks)
-      callbacks = hand_on(group, root, 'callbacks', callbacks)
-    if not have[group.rank]:
+    callbacks = hand_on(group, root, 'callbacks', pack(self.callbacks))
+    if not has_it:
       self._assign(variables, values)
       self._assign_metrics(metrics)
     self._metrics_of_step = metrics
     # Not before: the group may fail until here.
     self._held = None
     entered = values, metrics, callbacks
-    self._entered_with = entered if enter[group.rank] else None
+    self._entered_with = entered if enters_fit else None
 
   def skip_step(self, scalars: list[Any]) -> None:
     """Continues behind a step that the others have done, before their callbacks."""

@@ -520,24 +520,25 @@ class WorkerState:
       what: verb for the error.
       function: returns a value for JSON.
     """
-    answer: dict[str, Any] = {}
-    error = None
+    value, error = None, None
     if self._access.is_chief:
       try:
-        answer['value'] = function()
+        value = function()
       except (OSError, errors.Error) as e:
         error = e
-        answer = {'error': str(e), 'type': type(e).__name__}
+    answer = value, error and [type(error).__name__, str(error)]
     workers = self._access.workers
     if workers is not None:
       # Not a collective of the graph: an error must reach all workers, too.
       answer = workers.exchange('checkpoint', answer)[0]
     if error is not None:
       raise error
-    if 'error' in answer:
-      error_type = getattr(errors, answer['type'], OSError)
-      raise error_type(f'The chief cannot {what}: {answer["error"]}')
-    return answer.get('value')
+    value, failure = answer
+    if failure:
+      kind, message = failure
+      error_type = getattr(errors, kind, OSError)
+      raise error_type(f'The chief cannot {what}: {message}')
+    return value
 
   def _find(self) -> checkpointer.Checkpoint | None:
     """Opens the newest checkpoint; raises an error if it is another run's.

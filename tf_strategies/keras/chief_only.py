@@ -117,8 +117,8 @@ class ChiefOnly(keras.callbacks.Callback):
     """Returns whether this is the chief, whose callback has the model then."""
     is_chief = self._strategy().extended.should_checkpoint
     if is_chief and not self._has_model:
-      self._has_model = True
       self.callback.set_model(self.model)
+    self._has_model = is_chief
     return is_chief
 
   def _call(self, event, *args):
