@@ -41,7 +41,7 @@ class CheckLossesTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, words):
       training_peers.check_losses(LOSSES | {peer: losses})
 
-  def test_without_one_device_ranks_must_agree(self):
+  def test_ranks_are_compared_without_a_reference(self):
     with self.assertRaisesRegex(RuntimeError, 'ring_1mb: rank 1'):
       training_peers.check_losses({'ring_1mb': [0.5, 0.6]})
 

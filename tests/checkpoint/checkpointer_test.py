@@ -108,7 +108,7 @@ class CheckpointerTest(_StoreTest):
     found = self.store.newest()
     self.assertEqual([a[0] for a in found.arrays.values()], list(range(5)))
 
-  def test_blocks_and_rows(self):
+  def test_rows_of_saved_blocks_are_read(self):
     whole = np.arange(40, dtype=np.float32).reshape(10, 4)
     blocks = checkpointer.Blocks('float32', (10, 4), np.split(whole, [3, 7]))
     self.store.save([('small', np.arange(3)), ('table', blocks)], {})

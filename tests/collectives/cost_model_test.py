@@ -70,7 +70,7 @@ class ChooseTest(parameterized.TestCase):
       cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
     )
 
-  def test_ties_go_to_the_first(self):
+  def test_first_of_equal_costs_is_chosen(self):
     topology = Topology(8, SOCKETS)
     for names in (['ring', 'direct'], ['direct', 'ring']):
       self.assertEqual(choose(8000, topology, names).name, names[0])

@@ -247,7 +247,7 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(operation.inputs[0].shape, [12])
 
   @pytest.mark.soak
-  def test_on_one_device(self):
+  def test_nccl_on_one_gpu(self):
     """Runs NCCL with one member on a whole GPU, if there is one."""
     [(found, results)] = processes.run_workers(nccl.auto_all_reduce, 1)
     for result, expected in zip(results, ([1.0, 2.0], [3.0], [4]), strict=True):

@@ -64,7 +64,7 @@ class RunTest(formula.DataTestCase):
         np.testing.assert_array_equal(one[1], other[1])
         np.testing.assert_array_equal(one[0], other[0])
 
-  def test_order_survives_other_iterators(self):
+  def test_order_does_not_depend_on_other_iterators(self):
     dataset = self.make(formula.arrays(_N), seed=5, epochs=1)
     orders = []
     for _ in range(2):

@@ -133,7 +133,7 @@ class ArraysTest(formula.DataTestCase):
       lambda b: b['a'].tolist(),
     ),
   )
-  def test_any_structure_is_a_source(self, components, read):
+  def test_source_of_any_structure_is_read(self, components, read):
     for training in (False, True):
       dataset = self.make(
         components, global_batch_size=3, seed=1, training=training

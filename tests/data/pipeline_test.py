@@ -178,7 +178,7 @@ class SharesTest(formula.DataTestCase):
     with self.assertRaisesRegex(errors.Error, message):
       self.make(formula.arrays(3), **changes)
 
-  def test_shard_by_tensorflow(self):
+  def test_auto_sharding_reads_each_example_once(self):
     orders = []
     for index in range(2):
       # Each worker makes its own data set. Iterating one twice would give two

@@ -288,7 +288,7 @@ class MajorityTest(parameterized.TestCase):
     ('abc', [], [0, 1, 2]),
     ('aaa', [1, 2, 3], []),
   )
-  def test_workers_that_differ_leave(self, values, came, wrong):
+  def test_differing_workers_leave(self, values, came, wrong):
     for rank in range(len(values)):
       if rank in wrong:
         with self.assertRaisesRegex(

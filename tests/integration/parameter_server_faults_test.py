@@ -265,7 +265,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
 
   @parameterized.parameters(*range(_FAULTS))
   @pytest.mark.soak
-  def test_fault(self, case):
+  def test_random_fault(self, case):
     rng = random.Random(f'{_SEED} {case}')
     mode = rng.choice(list(_MODES))
     worker, server = ('worker', rng.randrange(2)), ('ps', rng.randrange(2))

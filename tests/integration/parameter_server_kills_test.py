@@ -207,7 +207,7 @@ class SaveKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.soak
-  def test_server_is_silent_during_a_save(self):
+  def test_save_with_a_stopped_server_is_exact(self):
     steps = 5 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, keepalive_timeout=2.0)

@@ -104,7 +104,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(predicted, model(ids), 0, 1e-6)
 
   @pytest.mark.smoke
-  def test_loop_that_reads_twice(self):
+  def test_loop_with_two_lookups_equals_a_static_table(self):
     found = []
     for is_dynamic in (True, False):
       layer, _, step = dynamic_tables.twice(is_dynamic)
@@ -397,7 +397,9 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
       0.4,
     ),
   )
-  def test_distribution(self, initializer, mean, deviation, most):
+  def test_initial_rows_have_the_expected_distribution(
+    self, initializer, mean, deviation, most
+  ):
     rows = _initial_rows(initializer, np.arange(20_000), width=5)
     self.assertAllClose(
       rows.mean(0), np.full([5], mean), 0, 4 * deviation / 141

@@ -155,8 +155,8 @@ def _twice(optimizer):
 
 class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
-  def test_meets_every_n_steps_and_at_the_end(self):
-    # Six steps an epoch: meetings after the 4th, at the end, and so on.
+  def test_synchronizes_every_n_steps_and_at_the_end(self):
+    # Each epoch has six steps, and synchronizes after the fourth and at its end.
     model = _model(lambda: LocalSteps('sgd', 4))
     _fit(model, epochs=3)
     optimizer = model.optimizer
@@ -164,7 +164,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(int(optimizer.iterations), 18)
     self.assertEqual(int(optimizer.steps), 0)
 
-  def test_meets_before_weights_are_read(self):
+  def test_synchronizes_before_weights_are_read(self):
     model = _model(lambda: LocalSteps('sgd', 8))
     x, y = _data()
     calls = {

@@ -221,7 +221,7 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     name=('RingMirroredStrategy', tiers.soak('CentralStorageStrategy')),
     program=('model_outside', 'all_outside', 'baselines'),
   )
-  def test_program_that_uses_the_strategy_class(self, name, program):
+  def test_missing_scope_is_reported_for_strategy_classes(self, name, program):
     done = processes.run_python('-c', _PROGRAM, name, program)
     output = done.stdout + done.stderr
     is_mistake = program == 'model_outside'

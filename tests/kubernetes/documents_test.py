@@ -55,7 +55,7 @@ def _environment(pod, labels, index):
   return found
 
 
-class BothKindsTest(parameterized.TestCase):
+class JobKindsTest(parameterized.TestCase):
   @parameterized.parameters('tfjob', 'jobset')
   def test_every_type_of_task_has_its_pods(self, kind):
     _, job = _documents(kind, **_ALL)
@@ -144,7 +144,7 @@ class TFJobTest(absltest.TestCase):
     )
 
   @pytest.mark.smoke
-  def test_tasks_that_end_the_job(self):
+  def test_success_policy_depends_on_the_tasks(self):
     policies = [
       _documents('tfjob', **options)[-1]['spec']['successPolicy']
       for options in ({'num_workers': 2}, {'chief': True}, {'num_ps': 1})
@@ -201,7 +201,7 @@ class JobSetTest(absltest.TestCase):
     (rule,) = job['spec']['failurePolicy']['rules']
     self.assertEqual(rule['onJobFailureReasons'], ['PodFailurePolicy'])
 
-  def test_tasks_that_end_the_job(self):
+  def test_success_policy_depends_on_the_tasks(self):
     targets = [
       _documents('jobset', **options)[-1]['spec']['successPolicy']
       for options in (

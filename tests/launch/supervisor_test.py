@@ -234,7 +234,9 @@ sys.exit(9)
 
 class EndTest(_JobTest):
   @tiers.named_parameters(*_ENDS)
-  def test_end_of_job(self, code, flags, status, words, count):
+  def test_job_ends_with_status_and_message(
+    self, code, flags, status, words, count
+  ):
     launcher = self._launch(code, *flags)
     self.assert_ends(launcher, status, words)
     self.assertLen(launcher.pids(), count)

@@ -54,7 +54,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(str(error_type('why')), 'why')
     self.assertIs(error_type.__init__, Exception.__init__)
 
-  def test_bad_arguments_are_value_errors(self):
+  def test_argument_errors_are_value_errors(self):
     for error_type in (
       errors.UnsupportedOptionError,
       errors.ScheduleError,

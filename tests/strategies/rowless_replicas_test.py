@@ -69,7 +69,7 @@ _CASES = {
 MODES = ('outside', 'inside', 'eager')
 
 
-class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
+class EmptyReplicasTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(name=tuple(_CASES), mode=MODES)
   def test_replicas_without_rows_are_left_out(self, name, mode):
     compute, want = _CASES[name]

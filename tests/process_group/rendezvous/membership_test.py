@@ -97,7 +97,7 @@ class MajorityTest(parameterized.TestCase):
     self.assertIsNone(second.proposal(now))
     self.assertEqual(second.objection(5, seats), '')
 
-  def test_member_of_a_later_group_objects(self):
+  def test_member_of_a_newer_group_declines(self):
     first, second, third = self.make(3)
     _formed(first, second, third)
     # The second and third formed a group without the first.

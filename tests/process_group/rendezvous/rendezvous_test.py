@@ -50,7 +50,7 @@ def _attempt(rank, per_rank):
 
 class FormTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), tiers.smoke(2), tiers.soak(5))
-  def test_ranks_follow_tasks(self, count):
+  def test_ranks_are_in_order_of_tasks(self, count):
     results = processes.run_workers(_attempt, count, args=({},))
     tasks = [(r, r, 100 * r) for r in range(count)]
     for rank, result in enumerate(results):

@@ -63,7 +63,7 @@ class PathsTest(parameterized.TestCase):
     ('files', 'socket'),
     tiers.soak('users', 'socket, not memory: Permission denied'),
   )
-  def test_path_of_arrays(self, forbids, path):
+  def test_arrays_use_shared_memory_if_permitted(self, forbids, path):
     if forbids == 'users' and os.geteuid():
       self.skipTest('only root can act as other users')
     results = processes.run_workers(_all_reduce, 3, args=(forbids,))

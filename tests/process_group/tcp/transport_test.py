@@ -78,7 +78,7 @@ class TransportTest(absltest.TestCase):
     self.assertFalse(thread.is_alive())
     np.testing.assert_array_equal(out, 2)
 
-  def test_words_that_arrive_byte_by_byte(self):
+  def test_words_received_byte_by_byte_are_complete(self):
     mine, other = self.pair()
     mine.setblocking(False)
     link = link_lib.DataLink(1, mine)

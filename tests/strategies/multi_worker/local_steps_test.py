@@ -18,7 +18,7 @@ _NESTEROV = {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True}
 def _diloco(inner=None, **changes):
   """Returns a job with Adam and these `inner` options.
 
-  The last batch has one row. An epoch ends between two meetings.
+  The last batch has one row. An epoch ends between two synchronizations.
   """
   adam = ('Adam', {'learning_rate': 0.01, **(inner or {})})
   options = {'every': 4, 'rows': 121, 'outer': ('SGD', _NESTEROV), **changes}
@@ -70,7 +70,9 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(largest(a, b), _TOLERANCE)
 
   @tiers.parameters(2, tiers.soak(3))
-  def test_meeting_in_every_step_equals_synchronous_training(self, count):
+  def test_synchronization_in_every_step_equals_synchronous_training(
+    self, count
+  ):
     found = [result['one_row_left'] for result in _results(count, 'first')]
     self.assert_same_bits(found)
     # On one device, without local steps.
@@ -93,7 +95,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     """Checks that all workers have the same bits and match the simulation."""
     found = [result[name] for result in _results(count, start)]
     self.assert_same_bits(found)
-    # The outer state is equal after a meeting, and `fit` ends with one.
+    # The outer state is equal after a synchronization, and `fit` ends with one.
     self.assert_same_bits(found, 'outer')
     self.assert_same_bits(found, 'anchors')
     job = _JOBS[start][name]
@@ -106,7 +108,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     found = [result['float16'] for result in _results(2, 'first')]
     self.assertGreater(found[0]['iterations'], found[1]['iterations'])
 
-  def test_workers_do_not_communicate_between_meetings(self):
+  def test_workers_do_not_communicate_between_synchronizations(self):
     found = [result['diloco'] for result in _results(2, 'first')]
     steps = 11  # In an epoch; the last batch has one row.
     weights, logs, calls = zip(
@@ -114,13 +116,13 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     )
     before = calls[0][0]
     for i in range(steps):
-      meets = (i + 1) % 4 == 0
+      synchronizes = (i + 1) % 4 == 0
       equal = largest(weights[0][i], weights[1][i]) == 0
-      self.assertEqual(equal, meets, f'step {i}')
+      self.assertEqual(equal, synchronizes, f'step {i}')
       self.assertNotEqual(logs[0][i], logs[1][i])
       for counts in calls:
         # One all-reduce for the number of rows, and one for the differences.
-        self.assertEqual(counts[i] - before, 2 * meets, f'step {i}')
+        self.assertEqual(counts[i] - before, 2 * synchronizes, f'step {i}')
       before = calls[0][i]
     # The epoch's report covers all workers' rows, from each worker's metric
     # sums.
@@ -133,11 +135,11 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     job = _diloco(rows=120, devices=2)
     found = processes.run_workers(workers_lib.loop, 2, args=(job,))
     self.assert_same_bits(found)
-    expected = workers_lib.simulate(job, 2, meets_at_epochs=False)
+    expected = workers_lib.simulate(job, 2, synchronizes_at_epochs=False)
     self.assert_near(found[0]['weights'], expected)
-    meets = np.diff(found[0]['calls'])
-    steps = np.arange(2, len(meets) + 2)
-    self.assertAllEqual(meets, 2 * (steps % job.every == 0))
+    new_calls = np.diff(found[0]['calls'])
+    steps = np.arange(2, len(new_calls) + 2)
+    self.assertAllEqual(new_calls, 2 * (steps % job.every == 0))
 
   def test_replacing_the_optimizer_synchronizes_workers(self):
     """Checks that workers do not continue from different weights."""
@@ -146,20 +148,19 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertGreater(largest(mine['apart'], other['apart']), 1e-3)
     for worker in (mine, other):
-      for name in ('without_a_meeting', 'after_a_meeting'):
-        self.assertEqual(largest(mine['after_a_meeting'], worker[name]), 0)
+      for name in ('unsynchronized', 'synchronized'):
+        self.assertEqual(largest(mine['synchronized'], worker[name]), 0)
 
-  def test_run_resumes_exactly_between_two_meetings(self):
+  def test_run_resumes_exactly_between_two_synchronizations(self):
     job = _diloco(layers='dropout', rows=131)
     with tempfile.TemporaryDirectory() as directory:
       found = processes.run_workers(
         workers_lib.save_and_resume, 2, args=(job, directory, 6)
       )
     for result in found:
-      # The 6th step was the 2nd since a meeting. Each worker has its own
-      # weights.
-      since_meeting, weights = result['saved']
-      self.assertEqual((since_meeting, result['restored'][0]), (2, 2))
+      # Two steps after a synchronization, each worker has its own weights.
+      num_steps, weights = result['saved']
+      self.assertEqual((num_steps, result['restored'][0]), (2, 2))
       self.assertEqual(largest(result['restored'][1], weights), 0)
       for a, b in zip(result['whole'][:2], result['resumed'][:2], strict=True):
         self.assertEqual(largest(a, b), 0)

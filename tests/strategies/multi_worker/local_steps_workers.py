@@ -24,7 +24,7 @@ class Job:
   """A training run on several workers.
 
   Attributes:
-    every: number of steps between meetings; 0 trains synchronously.
+    every: number of steps between synchronizations. 0 trains synchronously.
     rows: number of rows in the data set.
     batch: number of rows in a batch of all workers.
     inner, outer: optimizers, as (name, options).
@@ -172,7 +172,7 @@ def train(rank, jobs):
   return found
 
 
-def simulate(job, workers, meets_at_epochs=True):
+def simulate(job, workers, synchronizes_at_epochs=True):
   """Returns the weights after a job, without workers."""
   models = [
     model_of(dataclasses.replace(job, options=()), lambda: optimizer(job.inner))
@@ -188,7 +188,7 @@ def simulate(job, workers, meets_at_epochs=True):
     shares = zip(seen / seen.sum(), same, strict=True)
     return sum(share * v.numpy() for share, v in shares)
 
-  def meet():
+  def synchronize():
     if not seen.any():
       return
     trained = list(zip(*(m.trainable_variables for m in models), strict=True))
@@ -215,10 +215,10 @@ def simulate(job, workers, meets_at_epochs=True):
         seen[w] += len(mine)
       steps += 1
       if steps == job.every:
-        meet()
+        synchronize()
         steps = 0
-    if steps and (meets_at_epochs or epoch == job.epochs - 1):
-      meet()
+    if steps and (synchronizes_at_epochs or epoch == job.epochs - 1):
+      synchronize()
       steps = 0
   optimizer_ = models[0].optimizer
   optimizer_.finalize_variable_values(models[0].trainable_variables)
@@ -232,7 +232,7 @@ def rows_of(worker, count, workers, devices):
 
 
 def _averaged(model):
-  """Returns the variables that meetings average in addition to weights."""
+  """Returns the variables that are averaged in addition to weights."""
   averages = [v for v in model.non_trainable_variables if 'moving_' in v.name]
   optimizer_ = model.optimizer
   return averages + getattr(optimizer_, '_model_variables_moving_average', [])
@@ -253,7 +253,7 @@ class _SaveAt(keras.callbacks.Callback):
 
 
 def _position(model):
-  """Returns the number of steps since a meeting, and the weights."""
+  """Returns the number of steps since a synchronization, and the weights."""
   return int(model.optimizer.steps.numpy()), model.get_weights()
 
 
@@ -283,17 +283,17 @@ def replace_optimizer(rank, job):
   """Trains apart for two steps, then with an optimizer without local steps.
 
   Returns the weights before the optimizer is replaced, and the final weights with and
-  without a meeting before.
+  without a synchronization before.
   """
   del rank
   found = {}
-  for name in ('without_a_meeting', 'after_a_meeting'):
+  for name in ('unsynchronized', 'synchronized'):
     strategy, model = start(job)
     *first, last = dataset(job).take(3).as_numpy_iterator()
     for x, y in first:
       model.train_on_batch(x, y)
     found['apart'] = model.get_weights()
-    if name == 'after_a_meeting':
+    if name == 'synchronized':
       model.optimizer.meet()
     with strategy.scope():
       model.compile(optimizer(job.inner), model.loss)

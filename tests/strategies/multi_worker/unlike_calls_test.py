@@ -109,7 +109,7 @@ def _call_all(rank, kind):
   return found
 
 
-class UnlikeCallsTest(parameterized.TestCase):
+class MismatchedCallsTest(parameterized.TestCase):
   @tiers.parameters('multi_worker_ring', tiers.soak('multi_worker_collective'))
   def test_every_worker_raises_at_once(self, kind):
     results = processes.run_workers(_call_all, 2, args=(kind,), deadline=240)

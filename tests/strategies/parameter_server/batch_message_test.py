@@ -107,7 +107,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([f[1] for f in found], [None, None])
     self.assertEqual([''.join(f[2]) for f in found], ['abc', 'de'])
 
-  def test_objects_are_refused(self):
+  def test_python_objects_are_refused(self):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'Python objects.*numbers or strings'
     ):

@@ -151,7 +151,7 @@ class LivenessTest(parameterized.TestCase):
       self.assertTrue(self.liveness.rejoin(1))
     self.assertEqual(self.liveness.server_error().server, 1)
 
-  def test_task_that_dies_while_all_reconnect(self):
+  def test_task_that_dies_during_a_reconnect_is_reconnected(self):
     self.die_during_connect = (('ps', 1),)
     connect = self.connect
 

@@ -56,7 +56,7 @@ class AskTest(parameterized.TestCase):
     self.addCleanup(listener.close)
     return keepalive.ask(_address(listener), 0.5)
 
-  def test_answer_of_each_kind_of_address(self):
+  def test_answer_by_type_of_listener(self):
     self.assertEqual(self.ask(_listen()), keepalive.Answer.HELLO)
     self.assertEqual(self.ask(_listen(b'')), keepalive.Answer.REFUSED)
     # The kernel accepts the connection, but no process answers.
@@ -66,7 +66,7 @@ class AskTest(parameterized.TestCase):
     closed.close()
     self.assertEqual(keepalive.ask(address, 0.5), keepalive.Answer.REFUSED)
 
-  def test_all_are_asked_at_the_same_time(self):
+  def test_all_tasks_are_asked_in_parallel(self):
     silent = [_listen(None) for _ in range(20)]
     for listener in silent:
       self.addCleanup(listener.close)
@@ -157,7 +157,7 @@ class KeepaliveTest(parameterized.TestCase):
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   @pytest.mark.soak
-  def test_task_that_answers_again_is_forgiven_after_a_while(self):
+  def test_answering_task_is_reconnected_after_a_delay(self):
     stopped, other = self.addresses
     watch = self.watch()
     for task in (stopped, other):

@@ -37,7 +37,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
     self.assertTrue(variable.is_initialized().numpy())
     self.assertLen({p.device for p in variable.parts}, 3)
 
-  def test_writes(self):
+  def test_assignments_write_the_whole_value(self):
     variable, delta = self.make(), 100.0 + _VALUE[::-1]
     for write, value, expected in (
       (variable.assign_add, delta, _VALUE + delta),
@@ -173,7 +173,7 @@ class TakeTest(local_servers.LocalServersTestCase):
     return table, parts, keras_variable
 
   @parameterized.named_parameters(*_INDICES)
-  def test_take_with_all_kinds_of_ids(self, make_indices):
+  def test_take_equals_keras_for_all_types_of_ids(self, make_indices):
     want = keras.ops.take(tf.constant(_VALUE), make_indices(), axis=0)
     for table in self.tables():
       found = keras.ops.take(table, make_indices(), axis=0)

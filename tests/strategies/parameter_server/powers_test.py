@@ -67,7 +67,7 @@ class PowersOfRowsTest(local_servers.LocalServersTestCase):
       with self.assertRaisesRegex(plan.NeedsExchangeError, meets_at):
         _powers(run, _IDS, [table])
 
-  def test_variable_as_a_result(self):
+  def test_returned_variable_is_read_after_the_step(self):
     rows = local_servers.variable(0, 0.0)
 
     def run(_, ids):

@@ -209,7 +209,7 @@ class ServersTest(tf.test.TestCase):
     self.assertAllClose(found['result'], found['expected'], 1e-6, 1e-6)
     self.assertEqual(found['counts'], (40, 240))
 
-  def test_loop_of_tensorflow(self):
+  def test_tensorflow_coordinator_applies_all_steps(self):
     found = self.found['tensorflow_coordinator']
     self.assertLen(found, 6)
     for i, (counts, weight, losses) in enumerate(found):

@@ -64,7 +64,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     }
     self.assertLen(read, 1)
 
-  def test_results_that_are_not_numbers(self):
+  def test_string_and_large_results(self):
     a = local_servers.variable(0, [1.0, 2.0])
 
     def program(a, x):

@@ -89,7 +89,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
     ('reads_sum', lambda a, scale, x: (a.assign_add(x), scale(x))[1]),
     ('reads_value', lambda a, scale, x: (a.assign(x), scale(x))[1]),
   )
-  def test_functions_with_an_existing_graph(self, call):
+  def test_functions_with_a_graph_equal_plain_variables(self, call):
     def step(a):
       scale = _concrete(lambda x: a * x)
       return lambda x: call(a, scale, x)
@@ -104,7 +104,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
       self.assertAllClose(ours, plain)
 
   @parameterized.parameters(True, False)
-  def test_loaded_function_that_writes(self, in_branch):
+  def test_loaded_function_writes_its_variable(self, in_branch):
     module = tf.Module()
     module.total = tf.Variable([0.0, 0.0, 0.0])
     module.add = tf.function(lambda x: module.total.assign_add(x), [SPEC])

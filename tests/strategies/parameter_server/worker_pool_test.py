@@ -69,7 +69,7 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual((late.runs, after.runs), (1, 1))
 
-  def test_third_loss_of_a_worker_raises(self):
+  def test_task_that_lost_three_workers_raises(self):
     pool = self._pool(1)
     task = _Task(self._die)
     pool.submit(task)
