@@ -47,7 +47,7 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     with open(self.progress + of) as f:
       return int(f.read() or 0)
 
-  def strike(self, job, faults):
+  def inject_faults(self, job, faults):
     """Applies a schedule of faults to the tasks of a job, in order.
 
     Args:
@@ -68,21 +68,23 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     }
     for action, *arguments in faults:
       if action in ('kill', 'restart'):
-        self.struck_at = time.time()
+        self.killed_at = time.time()
       actions[action](*arguments)
 
-  def run_struck(self, faults, arguments, program=programs.train, **options):
-    """Runs a program while faults strike its tasks, and returns the chief's result.
+  def run_with_faults(
+    self, faults, arguments, program=programs.train, **options
+  ):
+    """Runs a program, injects faults, and returns the chief's result.
 
     Args:
-      faults: see `strike`.
+      faults: see `inject_faults`.
       arguments: arguments of the program.
       program: function that the chief runs.
       **options: options of the job.
     """
     with parameter_servers.Job(**options) as job:
       job.start_chief(program, arguments)
-      self.strike(job, faults)
+      self.inject_faults(job, faults)
       return self.finish(job)
 
   def wait_until_quiet(self):

@@ -71,11 +71,11 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     """
     job.start_chief(programs.train, self.arguments(saves=_CHECKPOINT_STEPS))
     # The chief must not write a checkpoint between the damage and the kill.
-    self.strike(job, (('at', 130), ('stop', 'chief', 0)))
+    self.inject_faults(job, (('at', 130), ('stop', 'chief', 0)))
     paths = self.kept()
     for path in paths[-count:]:
       damage(path / name, kind)
-    self.strike(
+    self.inject_faults(
       job, (('kill', 'ps', 1), ('continue', 'chief', 0), ('start', 'ps', 1))
     )
     return paths

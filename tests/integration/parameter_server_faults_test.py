@@ -123,7 +123,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @tiers.named_parameters(*_WORKERS)
   def test_worker_fault_loses_no_step(self, options, faults):
     """Checks that each step ran once, and each row of the last epoch counted once."""
-    run = self.run_struck(faults, self.arguments(**options))
+    run = self.run_with_faults(faults, self.arguments(**options))
     steps = self.steps_of(options)
     self.assertEqual(run.batches, steps)
     self.assertEqual(run.iterations, steps)
@@ -143,7 +143,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self, options, faults, lost_from_to
   ):
     """Checks the lost steps, which all servers have lost."""
-    run = self.run_struck(faults, self.arguments(**{'saves': 60, **options}))
+    run = self.run_with_faults(
+      faults, self.arguments(**{'saves': 60, **options})
+    )
     steps, lost = self.steps_of(options), programs.lost_steps(run)
     self.assertBetween(lost, *lost_from_to)
     self.assertEqual(run.batches, steps // options.get('at_once', 1))
@@ -157,7 +159,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     [recovery] = run.report['recoveries']
     task = f'ps {recovery["server"]}'
     named = [t for t, text in run.logged if task in text]
-    self.assertLess(named[0] - self.struck_at, 10)
+    self.assertLess(named[0] - self.killed_at, 10)
 
   @tiers.named_parameters(
     *tiers.few(_ERRORS, 'killed_worker_and_stopped_server')
@@ -168,7 +170,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     """Checks that a server that does not answer or return is named at a deadline."""
     with parameter_servers.Job(deadline=90) as job:
       job.start_chief(programs.train, self.arguments(**options))
-      self.strike(job, faults)
+      self.inject_faults(job, faults)
       outcome = job.wait()
     self.assertIsNotNone(outcome.error, 'The chief hangs or succeeded.')
     self.assertIsInstance(outcome.error, error, outcome.error_text)
@@ -202,7 +204,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     with parameter_servers.Job() as job:
       arguments = self.arguments(reads, saves=60, mode=mode)
       job.start_chief(programs.train, arguments)
-      self.strike(job, (('at', saved + 30), ('kill', 'chief', 0)))
+      self.inject_faults(job, (('at', saved + 30), ('kill', 'chief', 0)))
       job.start_chief(programs.train, arguments)
       resumed = self.finish(job)
       # Callbacks do not see the batches that were trained before.
@@ -220,7 +222,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     arguments = self.arguments(True, saves=60)
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, arguments)
-      self.strike(job, (('at', 170), ('kill', 'chief', 0)))
+      self.inject_faults(job, (('at', 170), ('kill', 'chief', 0)))
     with parameter_servers.Job(num_workers=3) as job:
       job.start_chief(programs.train, arguments)
       outcome = job.wait()
@@ -270,7 +272,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
     mode = rng.choice(list(_MODES))
     worker, server = ('worker', rng.randrange(2)), ('ps', rng.randrange(2))
     victims = rng.choice([[worker], [server], [worker, server]])
-    strike, undo = rng.choice([('kill', 'start'), ('stop', 'continue')])
+    fault, undo = rng.choice([('kill', 'start'), ('stop', 'continue')])
     seconds = rng.choice([0.0, 1.0, 4.0, 7.0])
     moment = rng.choice(
       [
@@ -283,7 +285,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
     )
     faults = [
       *moment,
-      *[(strike, *victim) for victim in victims],
+      *[(fault, *victim) for victim in victims],
       ('wait', seconds),
       *[(undo, *victim) for victim in victims],
     ]
@@ -296,7 +298,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
       while not os.path.isdir(self.checkpoints) or not self.kept():
         self.assertLess(time.monotonic(), deadline)
         time.sleep(0.01)
-      self.strike(job, faults)
+      self.inject_faults(job, faults)
       run = self.finish(job)
       message = f'{mode}, reads {reads}, {faults}, {run.report["recoveries"]}'
       print(message)

@@ -13,7 +13,7 @@ from tf_strategies.process_group import plan, reductions
 from tf_strategies.process_group.tcp import host_memory
 
 
-def _as_if_many(rank, function):
+def _like_many_ranks(rank, function):
   """Runs a function over sockets, with the algorithms for many ranks."""
   with (
     mock.patch.object(plan, 'FEW_RANKS', 1),
@@ -23,10 +23,10 @@ def _as_if_many(rank, function):
 
 
 def _run(function, world_size, are_many, **options):
-  """Runs a function on each rank; with `are_many`, see `_as_if_many`."""
+  """Runs a function on each rank; with `are_many`, see `_like_many_ranks`."""
   args = (function,) if are_many else ()
   return processes.run_workers(
-    _as_if_many if are_many else function, world_size, args=args, **options
+    _like_many_ranks if are_many else function, world_size, args=args, **options
   )
 
 

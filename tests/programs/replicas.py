@@ -24,7 +24,7 @@ def _per_replica(make):
   return tf.distribute.get_strategy().run(replica_fn)
 
 
-def _of_all(make):
+def _gather_replicas(make):
   """Returns the values of all replicas, [replicas, ...], made by
   `make(replica_id)`.
   """
@@ -146,7 +146,7 @@ def _masks():
   kept = state.numpy().astype(np.int64)
   for copy in getattr(state.value, 'values', ()):
     np.testing.assert_array_equal(kept, copy)
-  copies = _of_all(lambda i: tf.constant(kept))
+  copies = _gather_replicas(lambda i: tf.constant(kept))
   np.testing.assert_array_equal(copies, np.broadcast_to(kept, copies.shape))
   return found[:, 0]
 
@@ -169,7 +169,7 @@ def _meetings():
 
   def kernels():
     kernel = model.get_weights()[0]
-    return _of_all(lambda i: tf.constant(kernel))
+    return _gather_replicas(lambda i: tf.constant(kernel))
 
   before = kernels()
   assert np.abs(before - before[0]).max() > 1e-6
