@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import sys
 from unittest import mock
 
 import pytest
@@ -281,7 +282,7 @@ class CommandLineTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('no_image', ['--', 'true'], 'no --image'),
     ('no_command', _JOB, 'an empty command'),
-    ('kind', [*_JOB, '--kind=pod', '--', 'true'], '--kind=pod'),
+    ('kind', [*_JOB, '--kind=pod', '--', 'true'], "--kind='pod'"),
   )
   @_needs_yaml
   def test_invalid_command_line_is_explained(self, arguments, words):
@@ -291,7 +292,7 @@ class CommandLineTest(parameterized.TestCase):
     self.assertIn('Usage: kubernetes', err)
 
   def test_missing_yaml_names_the_extra(self):
-    with mock.patch.object(importlib.util, 'find_spec', return_value=None):
+    with mock.patch.dict(sys.modules, yaml=None):
       status, out, err = _run(*_JOB, *_WORDS)
     self.assertEqual((status, out), (2, ''))
     self.assertIn("'.[manifests]'", err)

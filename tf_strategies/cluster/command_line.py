@@ -55,7 +55,7 @@ def main(
     define = _DEFINE.get(type(default), flags.DEFINE_string)
     define(name, default, text, flag_values=values, module_name=program)
   flags.DEFINE_bool(
-    *('help', False, 'Print this.', values, program), short_name='h'
+    'help', False, 'Print this.', values, program, short_name='h'
   )
   end = argv.index('--') if '--' in argv else len(argv)
   try:

@@ -10,7 +10,6 @@ the pod's grace period for the last checkpoint, and 20 seconds at most
 """
 
 import copy
-import importlib.util
 import pathlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -33,14 +32,14 @@ def load_yaml():
   Raises:
     UnsupportedOptionError: it is not installed.
   """
-  if importlib.util.find_spec('yaml') is None:
+  try:
+    import yaml
+  except ImportError as e:
     raise errors.UnsupportedOptionError(
       'one without it',
       'an environment with PyYAML',
       "in the checkout run: pip install '.[manifests]'",
-    )
-  import yaml
-
+    ) from e
   return yaml
 
 
@@ -64,10 +63,10 @@ def documents(
     >>> [document['kind'] for document in documents('tfjob', shared, ['train'])]
     ['TFJob']
   """
-  option_checks.check(
-    kind in KINDS,
-    f'--kind={kind}',
-    f'one of {", ".join(KINDS)}',
+  option_checks.check_choice(
+    '--kind',
+    kind,
+    KINDS,
     'pass --kind=jobset, or --kind=trainjob where Kubeflow Trainer runs',
   )
   option_checks.check(
@@ -84,8 +83,10 @@ def documents(
     if count
   }
   if kind == 'tfjob':
-    names_of_types = {t: t.capitalize() for t in tasks} | {'ps': 'PS'}
-    values['tasks'] = {names_of_types[t]: task for t, task in tasks.items()}
+    values['tasks'] = {
+      'PS' if task_type == 'ps' else task_type.capitalize(): task
+      for task_type, task in tasks.items()
+    }
     names = ['tfjob']
   else:
     trains = [t for t in tasks if t in options.job.training_types]

@@ -132,7 +132,6 @@ class Reaper:
   def run(self):
     """Returns when neither the task nor anything below it is left."""
     os.set_inheritable(self._channel, False)
-    os.set_blocking(self._channel, False)
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGHUP):
       signal.signal(number, signal.SIG_IGN)
@@ -201,8 +200,6 @@ class Reaper:
   def _obey(self):
     try:
       numbers = os.read(self._channel, 512)
-    except BlockingIOError:
-      return
     except OSError:
       numbers = b''
     if not numbers:

@@ -45,8 +45,10 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     environ, hostlist.hosts, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST'
   )
   tasks = _expanded(
-    *(environ, hostlist.numbers),
-    *('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE'),
+    environ,
+    hostlist.numbers,
+    'SLURM_STEP_TASKS_PER_NODE',
+    'SLURM_TASKS_PER_NODE',
   )
   if len(tasks) != len(hosts) or sum(tasks) != total:
     raise checks.bad_variable(
