@@ -33,7 +33,7 @@ import dataclasses
 import math
 import os
 import pathlib
-import select
+import selectors
 import signal
 import time
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # With more pending output the tasks wait until somebody reads it.
 _MOST_PENDING = 1 << 20
-_POLL_MILLISECONDS = 200
+_POLL_SECONDS = 0.2
 # Statuses of success, of a wrong command line, and of a command that cannot be run.
 # With 1, which Python gives every error, another attempt may help.
 _NEVER_RESTARTED = (0, 2, 126, 127)
@@ -257,22 +257,21 @@ class Supervisor:
 
   def _poll(self) -> None:
     """Waits for whatever comes first, and lets it be read or written."""
-    reactions = {}
-    poller = select.poll()
-    poller.register(self._inbox, select.POLLIN)
+    # Unlike the default one it takes regular files too.
+    selector = selectors.PollSelector()
+    selector.register(self._inbox, selectors.EVENT_READ, lambda: None)
     for sink in (self._out, self._err):
       if sink.pending:
-        poller.register(sink.fd, select.POLLOUT)
-        reactions[sink.fd] = sink.flush_some
+        selector.register(sink.fd, selectors.EVENT_WRITE, sink.flush_some)
     for task in self._running():
       running = task.process
-      poller.register(running.channel_fd, select.POLLIN)
-      reactions[running.channel_fd] = running.read_channel
-      if running.output_fd is not None and self._out.pending < _MOST_PENDING:
-        poller.register(running.output_fd, select.POLLIN)
-        reactions[running.output_fd] = running.read_output
-    for fd, _ in poller.poll(_POLL_MILLISECONDS):
-      reactions.get(fd, lambda: None)()
+      fd = running.channel_fd
+      selector.register(fd, selectors.EVENT_READ, running.read_channel)
+      fd = running.output_fd
+      if fd is not None and self._out.pending < _MOST_PENDING:
+        selector.register(fd, selectors.EVENT_READ, running.read_output)
+    for key, _ in selector.select(_POLL_SECONDS):
+      key.data()
 
   def _step(self) -> None:
     """Follows all that has happened."""
