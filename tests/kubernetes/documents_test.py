@@ -280,7 +280,7 @@ class WriteTest(parameterized.TestCase):
 
 class CommandLineTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('no_image', ['--', 'true'], 'no --image'),
+    ('no_image', ['--', 'true'], '--image=None'),
     ('no_command', _JOB, 'an empty command'),
     ('kind', [*_JOB, '--kind=pod', '--', 'true'], "--kind='pod'"),
   )

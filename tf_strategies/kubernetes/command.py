@@ -50,8 +50,6 @@ _SECRET_NOTE = (
 
 def _run(values: flags.FlagValues, command: list[str]) -> int:
   yaml = manifests.load_yaml()
-  if values.image is None:
-    raise flags.Error('no --image')
   options = command_line.filled(options_lib.Options, values)
   documents = manifests.documents(values.kind, options, command)
   if not values.secret_name:

@@ -23,7 +23,8 @@ class TaskProcess:
   this process, and SIGKILL.
 
   Attributes:
-    channel_fd: poll it to know when to call `read_channel()`.
+    channel: readable when `read_channel()` is to be called.
+    output: readable when `read_output()` is to be called; closed when all was read.
     status: None until the command has ended; then its exit status, or minus
       the signal that killed it.
     ended_at: when that was, in nanoseconds of the monotonic clock.
@@ -36,7 +37,7 @@ class TaskProcess:
     >>> lines = output.TaskOutput(b'[a] ', out.write)
     >>> process = TaskProcess(['sh', '-c', 'echo hi; exit 3'], {}, 1.0, lines)
     >>> while not process.is_gone:
-    ...   _ = select.select([process.channel_fd], [], [], 1.0)
+    ...   _ = select.select([process.channel], [], [], 1.0)
     ...   process.read_channel()
     >>> process.status, out.getvalue()
     (3, b'[a] hi\\n')
@@ -53,9 +54,8 @@ class TaskProcess:
     self.ended_at = 0
     self.is_gone = False
     self._sink = sink
-    self._channel, theirs = socket.socketpair()
-    self._channel.setblocking(False)
-    self.channel_fd = self._channel.fileno()
+    self.channel, theirs = socket.socketpair()
+    self.channel.setblocking(False)
     program = [sys.executable, '-I', '-S', reaper.__file__]
     with theirs:
       self._reaper = subprocess.Popen(
@@ -68,24 +68,19 @@ class TaskProcess:
         pass_fds=(theirs.fileno(),),
         start_new_session=True,
       )
-    self._output = self._reaper.stdout
-    os.set_blocking(self._output.fileno(), False)
-
-  @property
-  def output_fd(self) -> int | None:
-    """Poll it to know when to call `read_output()`; None if all was read."""
-    return None if self._output.closed else self._output.fileno()
+    self.output = self._reaper.stdout
+    os.set_blocking(self.output.fileno(), False)
 
   def send(self, number: int) -> None:
     """Sends a signal to the process group; SIGKILL reaches all below it."""
     # If the reaper is gone, `read_channel()` will say so.
     with contextlib.suppress(OSError):
-      self._channel.send(bytes([number]))
+      self.channel.send(bytes([number]))
 
   def read_channel(self) -> None:
     """Reads the reaper's report; the end of the channel is the reaper's end."""
     try:
-      heard = self._channel.recv(_READ_BYTES)
+      heard = self.channel.recv(_READ_BYTES)
     except BlockingIOError:
       return
     except OSError:
@@ -105,15 +100,15 @@ class TaskProcess:
 
   def close(self) -> None:
     """Closes the channel; a reaper that still runs then ends the task."""
-    self._channel.close()
-    self._output.close()
+    self.channel.close()
+    self.output.close()
 
   def read_output(self) -> None:
     """Reads once what the command has written."""
-    if self._output.closed:
+    if self.output.closed:
       return
-    data = self._output.read(_READ_BYTES)
+    data = self.output.read(_READ_BYTES)
     if data:
       self._sink.feed(data)
     elif data is not None:  # The end, and not a pipe that is empty now.
-      self._output.close()
+      self.output.close()

@@ -265,11 +265,10 @@ class Supervisor:
         selector.register(sink.fd, selectors.EVENT_WRITE, sink.flush_some)
     for task in self._running():
       running = task.process
-      fd = running.channel_fd
-      selector.register(fd, selectors.EVENT_READ, running.read_channel)
-      fd = running.output_fd
-      if fd is not None and self._out.pending < _MOST_PENDING:
-        selector.register(fd, selectors.EVENT_READ, running.read_output)
+      channel, pipe = running.channel, running.output
+      selector.register(channel, selectors.EVENT_READ, running.read_channel)
+      if not pipe.closed and self._out.pending < _MOST_PENDING:
+        selector.register(pipe, selectors.EVENT_READ, running.read_output)
     for key, _ in selector.select(_POLL_SECONDS):
       key.data()
 
