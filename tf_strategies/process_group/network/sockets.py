@@ -45,14 +45,14 @@ def keep(make: Callable[[], socket.socket]) -> socket.socket:
   return sock
 
 
-def _new(family: int) -> socket.socket:
-  return keep(lambda: socket.socket(family, socket.SOCK_STREAM))
+def _new(kind: type[socket.socket], family: int) -> socket.socket:
+  return keep(lambda: kind(family, socket.SOCK_STREAM))
 
 
 async def connect(place: tuple[int, tuple]) -> socket.socket:
   """Returns a non-blocking socket that is connected to a family's address."""
   family, where = place
-  sock = _new(family)
+  sock = _new(socket.socket, family)
   try:
     sock.setblocking(False)
     # The port that it gets may be the one of a task that starts later.
@@ -68,16 +68,18 @@ async def connect(place: tuple[int, tuple]) -> socket.socket:
     raise
 
 
+class _Listener(socket.socket):
+  """Keeps the connections that it accepts."""
+
+  def accept(self):
+    accept = super().accept
+    return keep(lambda: accept()[0]), None
+
+
 async def accept(listener: socket.socket) -> socket.socket:
-  """Returns the next connection of a non-blocking listener."""
-  while True:
-    try:
-      sock = keep(lambda: listener.accept()[0])
-    except BlockingIOError:
-      await _readable(listener)
-      continue
-    sock.setblocking(False)
-    return sock
+  """Returns the next connection of a listener, non-blocking."""
+  sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+  return sock
 
 
 def allow(descriptors: int) -> None:
@@ -94,7 +96,7 @@ def listen(host: str, port: int) -> socket.socket:
   """Returns a non-blocking listener at the first free address of a name."""
   problem = OSError('the name has no address')
   for family, where in names.resolve_now(host, port):
-    listener = _new(family)
+    listener = _new(_Listener, family)
     try:
       # A restarted worker takes its address back at once; two at a time cannot.
       listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,17 +118,6 @@ def listens(host: str, port: int) -> bool:
       if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         taken.add(sock.getsockname()[:2])
   return any(where[:2] in taken for _, where in names.resolve_now(host, port))
-
-
-async def _readable(sock: socket.socket) -> None:
-  """Waits until a socket is readable."""
-  loop = asyncio.get_running_loop()
-  is_ready = loop.create_future()
-  loop.add_reader(sock, lambda: is_ready.done() or is_ready.set_result(None))
-  try:
-    await is_ready
-  finally:
-    loop.remove_reader(sock)
 
 
 def _shortage(error: OSError) -> errors.ResourceLimitError | None:
