@@ -105,12 +105,11 @@ class GroupState:
     self._on_failure: list[Callable[[], None]] = []
 
   def on_failure(self, callback: Callable[[], None]) -> None:
-    """Calls back once the group fails, from whichever thread notices."""
-    with self._lock:
-      if self.failure is None:
-        self._on_failure.append(callback)
-        return
-    callback()
+    """Calls back once the group fails, from whichever thread notices.
+
+    Called while the group is made, when nothing can have failed.
+    """
+    self._on_failure.append(callback)
 
   def fail(self, report: FailureReport) -> None:
     """Makes the group fail, if it has not failed before."""
