@@ -1,5 +1,7 @@
 """Packing keeps every element, separates dtypes, and limits the size of buckets."""
 
+import itertools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -76,6 +78,17 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
         for i in inside:
           self.assertFalse(is_unknown[i])
           self.assertLess(arrays[i].nbytes, alone_bytes)
+    # Greedy: no two neighbours of one dtype would fit into one bucket.
+    for dtype in _DTYPES:
+      sizes = [
+        [arrays[i].nbytes for i in m]
+        for m in members
+        if arrays[m[0]].dtype == dtype
+        and not is_unknown[m[0]]
+        and arrays[m[0]].nbytes < alone_bytes
+      ]
+      for one, other in itertools.pairwise(sizes):
+        self.assertGreater(sum(one) + other[0], bucket_bytes)
 
 
 class RowsTest(tf.test.TestCase, parameterized.TestCase):

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_strategies.collectives import bucketing
-
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
 
@@ -61,8 +59,14 @@ def pack(
 ) -> Packed:
   """Packs tensors. The last tensors become ready first, so they come first.
 
-  A bucket holds tensors of one dtype. One that travels alone does not come between
-  those that do not.
+  The backward pass makes the gradients of the last layers first, so that these can
+  travel while the rest is computed. A bucket holds tensors of one dtype. One that
+  travels alone does not come between those that do not. A tensor that does not fit
+  closes the open bucket of its dtype. Ranks that pack for themselves agree, as only the
+  arguments count.
+
+  Source: Li et al., "PyTorch Distributed: experiences on accelerating data
+  parallel training", VLDB 2020.
 
   Args:
     tensors: the tensors, or matrices if `num_rows` is given.
@@ -73,25 +77,34 @@ def pack(
   """
   axis = 0 if num_rows is None else 1
   flat = tensors if axis else [tf.reshape(t, [-1]) for t in tensors]
-  sizes, kinds = [], []
-  for tensor in flat:
-    length = tensor.shape[axis]
-    num_bytes = (num_rows or 1) * tensor.dtype.size * (length or 0)
+  members: list[list[int]] = []
+  open_, left = (
+    {},
+    {},
+  )  # The newest bucket of each kind, and the bytes that fit in.
+  for i in reversed(range(len(flat))):
+    length, dtype = flat[i].shape[axis], flat[i].dtype
+    num_bytes = (num_rows or 1) * dtype.size * (length or 0)
     is_alone = length is None or num_bytes >= alone_bytes
-    # More than a bucket: not even a tensor without bytes fits in.
-    sizes.append(bucket_bytes + 1 if is_alone else num_bytes)
-    kinds.append((tensor.dtype, is_alone))
-  plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
-  buckets, all_lengths = [], []
-  for bucket in plan:
+    kind = dtype, is_alone
+    if is_alone or kind not in open_ or num_bytes > left[kind]:
+      open_[kind], left[kind] = [], bucket_bytes
+      members.append(open_[kind])
+    open_[kind].append(i)
+    left[kind] -= num_bytes
+  # A bucket can go when its last tensor is there, however much earlier than another
+  # kind's it was begun.
+  members.sort(key=lambda indices: indices[-1], reverse=True)
+  buckets, lengths = [], []
+  for bucket in members:
     some = [flat[i] for i in bucket]
     joined = some[0] if len(some) == 1 else tf.concat(some, axis)
     buckets.append(tf.reshape(joined, [-1]) if axis else joined)
-    all_lengths.append(tuple(t.shape[axis] for t in some))
+    lengths.append(tuple(t.shape[axis] for t in some))
   return Packed(
     tuple(buckets),
-    plan,
-    tuple(all_lengths),
+    tuple(map(tuple, members)),
+    tuple(lengths),
     tuple(
       t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in tensors
     ),
