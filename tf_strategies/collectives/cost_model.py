@@ -58,8 +58,8 @@ class Topology(NamedTuple):
 
     >>> near, far = Link(1e-6, 1e-10), Link(5e-5, 1e-9)
     >>> hosts = Topology(8, intra=near, inter=far, group_size=4)
-    >>> hosts.link(0, 3) is near, hosts.link(3, 4) is far
-    (True, True)
+    >>> hosts.is_near(0, 3), hosts.is_near(3, 4)
+    (True, False)
 
   Attributes:
     world_size: number of ranks.
@@ -79,10 +79,6 @@ class Topology(NamedTuple):
     """Returns whether both are in one group, or there are no groups."""
     size = self.group_size
     return size is None or src // size == dst // size
-
-  def link(self, src: int, dst: int) -> Link:
-    """Returns `intra` if both ranks are in one group, else `inter`."""
-    return self.intra if self.is_near(src, dst) else self.inter
 
 
 def cost(
@@ -170,10 +166,11 @@ def _round_seconds(
   ranks: collections.Counter = collections.Counter()
   groups: collections.Counter = collections.Counter()
   for ends, num_bytes in messages.items():
-    seconds = topology.link(*ends).seconds(num_bytes)
+    is_near = topology.is_near(*ends)
+    link = topology.intra if is_near else topology.inter
     for is_receiver, rank in enumerate(ends):
-      ranks[is_receiver, rank] += seconds
-      if not topology.is_near(*ends):
+      ranks[is_receiver, rank] += link.seconds(num_bytes)
+      if not is_near:
         groups[is_receiver, rank // topology.group_size] += num_bytes
   # Ranks of a group wait for the latency of their messages at the same time.
   shared = [topology.inter.seconds(n) for n in groups.values()]

@@ -42,9 +42,11 @@ class AutoAllReduce(base.ScheduledAllReduce):
     world_size = len(devices)
     if world_size == 1 or executor.share_memory(devices):
       return algorithms.build('direct', world_size)
-    if links.name_of(devices) == 'one_gpu':
+    link = links.name_of(devices)
+    if link == 'one_gpu':
       return algorithms.build('tree', world_size)
-    return cost_model.choose(num_bytes, links.topology(devices))
+    topology = cost_model.Topology(world_size, links.LINKS[link])
+    return cost_model.choose(num_bytes, topology)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     has_nccl = not tf.executing_eagerly() and links.nccl_is_usable(devices)
@@ -71,7 +73,11 @@ class AutoAllReduce(base.ScheduledAllReduce):
     ring = algorithms.build('ring', len(devices))
     chunks = schedule_lib.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
-    placed = [_placed(value, devices) for value in values]
+    # NCCL needs to know each tensor's device.
+    placed = [
+      _tf_internal.PerReplica(base.copied(value.values, devices))
+      for value in values
+    ]
     # `batch_reduce` would skip NCCL if there is only one device.
     return self._nccl.batch_reduce_implementation(
       reduce_op, [(v, v) for v in placed], None
@@ -104,12 +110,3 @@ class AutoAllReduce(base.ScheduledAllReduce):
       with tf.device(device):
         columns.append(packed[rank].unpack([s.values[rank] for s in sums]))
     return list(map(base.mirrored, zip(*columns, strict=True)))
-
-
-def _placed(value, devices):
-  """Returns `value` on `devices`, because NCCL needs to know each tensor's device."""
-  components = []
-  for component, device in zip(value.values, devices, strict=True):
-    with tf.device(device):
-      components.append(tf.identity(component))
-  return _tf_internal.PerReplica(components)

@@ -118,7 +118,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     results = [None] * len(value_destination_pairs)
     groups = {}
     for i, (value, destination) in enumerate(value_destination_pairs):
-      given, value = value, _as_tensors(value)
+      given, value = value, as_tensors(value)
       devices = tuple(_tf_internal.get_devices_from(destination))
       if isinstance(value.values[0], tf.IndexedSlices):
         results[i] = self._reduce_slices(reduce_op, value.values, devices)
@@ -139,16 +139,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   def broadcast_implementation(self, tensor, destinations):
     """Copies `tensor` to every destination device; slices stay slices."""
     devices = tuple(_tf_internal.get_devices_from(destinations))
-    parts = (tensor,)
-    if isinstance(tensor, tf.IndexedSlices):
-      parts = (tensor.values, tensor.indices, tensor.dense_shape)
-    self._statistics['broadcast'].record(devices, [0] * len(devices))
-
-    def copy():
-      copies = [None if p is None else tf.identity(p) for p in parts]
-      return copies[0] if len(copies) == 1 else tf.IndexedSlices(*copies)
-
-    return _wrap(_on_each(devices, copy))
+    self._statistics['broadcast'].record(devices)
+    return super().broadcast_implementation(tensor, destinations)
 
   def _gather_implementation(
     self, per_replica_value, destinations, axis, options
@@ -156,9 +148,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     """Concatenates the replicas' tensors along `axis` on each destination."""
     del options
     devices = tuple(_tf_internal.get_devices_from(destinations))
-    values = _as_tensors(per_replica_value).values
-    self._statistics['gather'].record(devices, [0] * len(devices))
-    return _wrap(_on_each(devices, lambda: tf.concat(values, axis)))
+    values = as_tensors(per_replica_value).values
+    self._statistics['gather'].record(devices)
+    return wrap(_on_each(devices, lambda: tf.concat(values, axis)))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     """Reduces dense values over `devices` in one plan. Every device gets the results."""
@@ -203,7 +195,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
           parts, away, len(parts) if _is_mean(reduce_op) else 1
         )
       copies = _on_each(devices[1:], lambda r=reduced: tf.identity(r))
-      results.append(_wrap([reduced, *copies]))
+      results.append(wrap([reduced, *copies]))
     return results
 
   def _reduce_slices(self, reduce_op, slices, devices):
@@ -231,7 +223,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         None if shape is None else tf.identity(shape),
       )
 
-    return _wrap(_on_each(devices, concat))
+    return wrap(_on_each(devices, concat))
 
 
 class RingAllReduce(ScheduledAllReduce):
@@ -261,9 +253,20 @@ def _on_each(devices, make):
   return values
 
 
-def _wrap(values):
+def wrap(values):
   """Returns a single value unchanged, several values as a `Mirrored`."""
   return values[0] if len(values) == 1 else mirrored(values)
+
+
+def copied(values, devices):
+  """Returns copies of tensors or slices, each on its device."""
+  found = []
+  for value, device in zip(values, devices, strict=True):
+    with tf.device(device):
+      found.append(
+        tf.nest.map_structure(tf.identity, value, expand_composites=True)
+      )
+  return found
 
 
 def mirrored(values):
@@ -273,15 +276,14 @@ def mirrored(values):
   )
 
 
-def _as_tensors(value):
+def as_tensors(value):
   """Returns `value` with tensors as components, or with slices on all replicas.
 
   NumPy arrays have no device. Slices become dense if another replica has a
   dense gradient, for example because a variable is used densely in one branch
   only.
   """
-  slices = [isinstance(v, tf.IndexedSlices) for v in value.values]
-  if all(slices) or (not any(slices) and all(map(tf.is_tensor, value.values))):
+  if all(isinstance(v, tf.IndexedSlices) for v in value.values):
     return value
   tensors = []
   for v in value.values:

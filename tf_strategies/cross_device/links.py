@@ -91,8 +91,3 @@ def name_of(devices: Sequence[str]) -> str:
     if gpu.name in found
   ]
   return 'nvlink' if all(map(_NVLINK.search, names)) else 'pcie'
-
-
-def topology(devices: Sequence[str]) -> cost_model.Topology:
-  """Returns the topology of the devices, for the cost model."""
-  return cost_model.Topology(len(devices), LINKS[name_of(devices)])

@@ -51,13 +51,15 @@ class CallStatistics:
   def __init__(self):
     self._counters = {}
 
-  def record(self, devices: Sequence[str], bytes_in: Sequence[int]) -> None:
+  def record(
+    self, devices: Sequence[str], bytes_in: Sequence[int] = ()
+  ) -> None:
     """Adds one execution to the counters, in the graph being built or now.
 
-    `bytes_in` is the bytes that each device receives from the others. Tensors whose
-    shape is unknown when the graph is built count as zero. Graphs of
-    `tf.compat.v1.Session` are not counted, because each would need its own counter,
-    which would not be initialised.
+    `bytes_in` is the bytes that each device receives from the others, if they are
+    counted. Tensors whose shape is unknown when the graph is built count as zero.
+    Graphs of `tf.compat.v1.Session` are not counted, because each would need its own
+    counter, which would not be initialised.
     """
     if _pause.is_paused:
       return
@@ -69,7 +71,7 @@ class CallStatistics:
         # Created outside the function being traced. In a strategy's scope, a
         # `tf.Variable` would become a mirrored variable.
         self._counters[devices] = _tf_internal.ResourceVariable(
-          [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
+          [0] * (1 + len(bytes_in)), dtype=tf.int64, trainable=False
         )
     with tf.device('CPU:0'):
       self._counters[devices].assign_add(tf.constant([1, *bytes_in], tf.int64))

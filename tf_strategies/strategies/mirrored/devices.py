@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, option_checks
+
+_FIX = (
+  'list tf.config.list_logical_devices(), or split one device into several with '
+  'tf.config.set_logical_device_configuration before TensorFlow starts'
+)
 
 
 def resolve_devices(
@@ -28,7 +32,6 @@ def resolve_devices(
     >>> resolve_devices(['CPU:0'])
     ('/job:localhost/replica:0/task:0/device:CPU:0',)
   """
-  refusal = functools.partial(_unsupported, option)
   available = [
     d.name
     for d in tf.config.list_logical_devices()
@@ -37,10 +40,13 @@ def resolve_devices(
   if devices is None:
     gpus = [name for name in available if 'GPU' in name]
     devices = gpus or [name for name in available if 'CPU' in name]
-  if isinstance(devices, str) or not isinstance(devices, Sequence):
-    raise refusal(devices, "a list of device names such as ['GPU:0']")
-  if not devices:
-    raise refusal(devices, 'at least one device')
+
+  def check(is_allowed, allowed):
+    option_checks.check(is_allowed, f'{option}={devices!r}', allowed, _FIX)
+
+  is_list = isinstance(devices, Sequence) and not isinstance(devices, str)
+  check(is_list, "a list of device names such as ['GPU:0']")
+  check(devices, 'at least one device')
   devices = [
     d.name if isinstance(d, tf.config.LogicalDevice) else d for d in devices
   ]
@@ -48,10 +54,8 @@ def resolve_devices(
   resolved = []
   for device in devices:
     name = _canonical(device) if isinstance(device, str) else None
-    if name not in known:
-      raise refusal(devices, f'devices among {available}')
-    if name in resolved:
-      raise refusal(devices, 'each device once')
+    check(name in known, f'devices among {available}')
+    check(name not in resolved, 'each device once')
     resolved.append(name)
   return tuple(resolved)
 
@@ -62,14 +66,3 @@ def _canonical(device: str) -> str | None:
   except (ValueError, IndexError):
     return None
   return name if tf.DeviceSpec.from_string(name).device_type else None
-
-
-def _unsupported(
-  option: str, devices, allowed: str
-) -> errors.UnsupportedOptionError:
-  return errors.UnsupportedOptionError(
-    f'{option}={devices!r}',
-    allowed,
-    'list tf.config.list_logical_devices(), or split one device into several '
-    'with tf.config.set_logical_device_configuration before TensorFlow starts',
-  )

@@ -83,9 +83,8 @@ class PermutingAllReduce:
       self._schedule.world_size,
       self._schedule.num_chunks,
     )
-    is_half, size = executor.is_half(buffer.dtype), buffer.shape[0]
-    if is_mean and is_half:
-      buffer = executor.divide(buffer, world_size)
+    count, size = world_size if is_mean else 1, buffer.shape[0]
+    [buffer] = executor.divide_some([buffer], count, halves=True)
     # Rows of equal length, because all ranks run the same ops.
     length = -(-size // num_chunks)
     padded = tf.pad(buffer, [[0, length * num_chunks - size]])
@@ -93,9 +92,7 @@ class PermutingAllReduce:
     with tf.name_scope(f'{self._schedule.name}_all_reduce'):
       rows = self._permute_and_add(rows)
     total = tf.reshape(rows, [-1])[:size]
-    if is_mean and not is_half:
-      total = executor.divide(total, world_size)
-    return total
+    return executor.divide_some([total], count, halves=False)[0]
 
   def _permute_and_add(self, state):
     if state.shape.num_elements() == 0:
