@@ -55,6 +55,7 @@ MirroredReplicaThread = _load(
   'distribute.mirrored_run._MirroredReplicaThread', 'the graph of a replica'
 )
 PerReplica = _load('distribute.values.PerReplica', 'one value a replica')
+PerReplicaSpec = _load('distribute.values.PerReplicaSpec', 'the type of those')
 Mirrored = _load('distribute.values.Mirrored', 'equal values everywhere')
 MirroredVariable = _load(
   'distribute.values.MirroredVariable', 'variables with one copy a replica'
@@ -71,10 +72,6 @@ regroup = _load(
 get_devices_from = _load(
   'distribute.cross_device_ops.get_devices_from',
   'what a destination stands for',
-)
-reduce_non_distributed_value = _load(
-  'distribute.cross_device_ops.reduce_non_distributed_value',
-  'the rule for a value that is the same on every replica',
 )
 resolve_device = _load(
   'distribute.device_util.resolve', 'the full name of a device'
@@ -384,7 +381,6 @@ _OVERRIDDEN = {
     '_num_replicas_in_sync',
     '_reduce_to(reduce_op, value, destinations, options)',
     '_replica_ctx_all_reduce(reduce_op, value, options)',
-    '_replica_ctx_update(var, fn, args, kwargs, group)',
     '_update(var, fn, args, kwargs, group)',
     '_use_merge_call()',
     'experimental_between_graph',
@@ -394,7 +390,6 @@ _OVERRIDDEN = {
   ),
   MirroredVariable: (
     '_get()',
-    '_get_as_operand()',
     '_get_cross_replica()',
     '_get_replica(replica_id)',
     '_update_replica(update_fn, value, kwargs)',
@@ -416,7 +411,6 @@ _OVERRIDDEN = {
     '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
     '_create_variable(next_creator, kwargs)',
     '_reduce_to(reduce_op, value, destinations, options)',
-    '_update(var, fn, args, kwargs, group)',
     'tpu_run(fn, args, kwargs, options)',
   ),
   ParameterServerExtended: (
@@ -434,9 +428,7 @@ _OVERRIDDEN = {
   ),
   DistributedDataset: ('cardinality', 'element_spec'),
   tf.TypeSpec: (
-    '_component_specs',
     '_from_components(components)',
-    '_serialize()',
     '_to_components(value)',
   ),
   tf.distribute.ReplicaContext: (
@@ -447,7 +439,9 @@ _OVERRIDDEN = {
     'replica_id_in_sync_group',
   ),
   tf.distribute.CrossDeviceOps: (
+    '_gather(per_replica_value, destinations, axis, options)',
     '_gather_implementation(per_replica_value, destinations, axis, options)',
+    'batch_reduce(reduce_op, value_destination_pairs, options)',
     'batch_reduce_implementation(reduce_op, value_destination_pairs, options)',
     'broadcast_implementation(tensor, destinations)',
     'reduce_implementation('

@@ -335,7 +335,7 @@ class VariableAccess:
       array = arrays[name] if self.is_chief else np.zeros(shape, dtype)
       if self.workers is not None:
         tensor = tf.constant(array)
-        array = self.workers.broadcast(tensor, 'checkpoint/parts').numpy()
+        array = self.workers.from_chief(tensor, 'checkpoint/parts').numpy()
       yield name, array
 
   def _write_parts(self, variable, array) -> None:

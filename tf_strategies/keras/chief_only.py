@@ -104,10 +104,10 @@ class ChiefOnly(keras.callbacks.Callback):
     with self._strategy().scope():
       for variable in variables:
         value = tf.convert_to_tensor(variable.numpy())
-        variable.assign(workers.broadcast(value, 'share'))
+        variable.assign(workers.from_chief(value, 'share'))
     # What Keras reads after this call to know where to go on.
     epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
-    epoch = int(workers.broadcast(epoch, 'initial_epoch'))
+    epoch = int(workers.from_chief(epoch, 'initial_epoch'))
     _keras_internal.set_initial_epoch(self.model, epoch)
 
   def _strategy(self):

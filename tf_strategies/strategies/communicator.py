@@ -1,6 +1,7 @@
 """Defines the link between the workers of a strategy."""
 
 import abc
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +9,15 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import workers as workers_lib
+from tf_strategies.cross_device import base, executor
+from tf_strategies.strategies.mirrored import replica_run
 
 
-class Communicator(abc.ABC):
+class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
   """The workers of a job, as seen by one of them.
+
+  It is a cross-device op of all devices of all workers. It does without TensorFlow's
+  checks of destinations, and calls the other workers for a single value too.
 
   Every method that takes tensors works in a graph and eagerly, and is a
   collective: all workers call it in the same order with tensors of the same
@@ -26,6 +32,10 @@ class Communicator(abc.ABC):
   rank: int
   world_size: int
   is_elastic: bool = False
+
+  def __init__(self, devices: Sequence[str]):
+    super().__init__()
+    self._devices = tuple(devices)
 
   @property
   def capacity(self) -> int:
@@ -104,7 +114,7 @@ class Communicator(abc.ABC):
     return gathered
 
   @abc.abstractmethod
-  def broadcast(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+  def from_chief(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Returns the chief's tensor on every worker."""
 
   @abc.abstractmethod
@@ -117,6 +127,71 @@ class Communicator(abc.ABC):
     `answers` are values of JSON, by rank.
     """
     workers_lib.check_same(answers, what, fix)
+
+  # As a cross-device op.
+
+  def batch_reduce(self, reduce_op, value_destination_pairs, options=None):
+    """See base class."""
+    count = 1
+    if reduce_op == tf.distribute.ReduceOp.MEAN:
+      count = len(self._devices) * self.world_size
+    values = [base.as_tensors(value) for value, _ in value_destination_pairs]
+    are_dense = [not isinstance(v.values[0], tf.IndexedSlices) for v in values]
+    # The names of the variables, if these are their gradients.
+    names = itertools.compress(getattr(options, 'names', ()), are_dense)
+    dense = list(itertools.compress(values, are_dense))
+    sums = iter(self._sum_dense(dense, count, list(names)) if dense else ())
+    reduced = [
+      next(sums) if is_dense else self._gather_slices(v.values, count)
+      for v, is_dense in zip(values, are_dense, strict=True)
+    ]
+    return [
+      self._copied(columns, *pair)
+      for columns, pair in zip(reduced, value_destination_pairs, strict=True)
+    ]
+
+  def _gather(self, per_replica_value, destinations, axis, options=None):
+    """See base class. A value that belongs to no replica is gathered once."""
+    del options
+    value = replica_run.per_replica(None, per_replica_value, 1)
+    parts = base.as_tensors(value).values
+    gathered = self.gather(parts, axis, f'gather/axis_{axis}')
+    return self._copied([gathered], value, destinations)
+
+  def _sum_dense(self, values, count, names):
+    """Returns, by local device, each value's sum over all replicas, over `count`."""
+    base.check_tensors(values)
+    rows = zip(*(v.values for v in values), strict=True)
+    columns = []
+    for device, column in zip(self._devices, rows, strict=True):
+      with tf.device(device):
+        columns.append(executor.divide_some(column, count, halves=True))
+    columns = self.all_reduce(columns, 'reduce', names)
+    rows = zip(*columns, strict=True)
+    return [executor.divide_some(row, count, halves=False) for row in rows]
+
+  def _gather_slices(self, slices, count):
+    """Concatenates `tf.IndexedSlices` of all replicas of all workers, over `count`."""
+    with tf.device('CPU:0'):
+      values = tf.concat([s.values for s in slices], 0)
+      indices = tf.concat([s.indices for s in slices], 0)
+      if count > 1:
+        values = executor.divide(values, count)
+      gathered = tf.IndexedSlices(
+        self.all_gather(values, 'slices/values'),
+        self.all_gather(indices, 'slices/indices'),
+        slices[0].dense_shape,
+      )
+    return [gathered]
+
+  def _copied(self, columns, value, destinations):
+    """Copies a reduced value to its destinations."""
+    devices = self._devices
+    if destinations is not value:
+      devices = tuple(_tf_internal.get_devices_from(destinations))
+    if len(devices) != len(columns):
+      columns = [columns[0]] * len(devices)
+    return base.wrap(base.copied(columns, devices))
 
   @abc.abstractmethod
   def report(self) -> dict[str, Any]:

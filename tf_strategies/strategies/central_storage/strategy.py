@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -10,14 +10,13 @@ import tensorflow as tf
 from tf_strategies import (
   _keras_internal,
   _tf_internal,
-  errors,
   option_checks,
 )
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
@@ -86,34 +85,13 @@ class CentralStorageStrategy(
     return self.extended.parameter_devices[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Devices:
-  """Passed as `colocate_with`: TensorFlow reads the devices of a variable from it."""
-
-  _devices: tuple[str, ...]
-
-
-class _CentralReducer(reducer.DeviceReducer):
-  """Reduces between replicas that share one copy of each variable."""
-
-  def per_replica(self, value):
-    """Returns a variable as the value that every replica reads."""
-    if not isinstance(value, variables.CentralVariable):
-      return value
-    return _tf_internal.Mirrored(
-      [value.values[0].read_value()] * self.num_replicas
-    )
-
-
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   """The exact mirrored implementation, with one copy of each variable."""
 
   def __init__(
     self, container_strategy, devices, parameter_device, cross_device_ops
   ):
-    super().__init__(
-      container_strategy, devices, cross_device_ops, _CentralReducer
-    )
+    super().__init__(container_strategy, devices, cross_device_ops)
     self.home_device = parameter_device
 
   @property
@@ -123,8 +101,8 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients on the parameter device, and applies them once."""
-    if reducer.in_branch_of_replica():
-      raise reducer.branch_error()
+    if replica_run.in_branch_of_replica():
+      raise replica_run.branch_error()
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -139,6 +117,13 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
     tf.distribute.get_replica_context().merge_call(merge, args=(gradients,))
 
+  def _per_replica(self, value):
+    """See base class: every replica reads the same variable."""
+    if isinstance(value, variables.CentralVariable):
+      copies = [value.values[0].read_value()] * len(self._devices)
+      value = _tf_internal.Mirrored(copies)
+    return super()._per_replica(value)
+
   # Where code runs.
 
   @property
@@ -150,33 +135,35 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   _rewrap = staticmethod(variables.rewrap)
 
-  def _creation_policy(self, kwargs, is_slot):
-    name = kwargs.get('name')
-    if _keras_internal.is_loss_scale(name):
-      # It is written in a `tf.cond`, where a mean is impossible, and is the same
-      # on every replica.
-      kwargs = {**kwargs, 'aggregation': variables.ON_FIRST}
-    else:
-      kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
-    if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
+  def _creation_policy(self, kwargs):
+    kwargs = mirrored_variables.creation_policy(kwargs)
+    beside = kwargs.get('colocate_with')
+    if beside is not None and not hasattr(beside, '_devices'):
       return kwargs  # It goes beside an object that has one device.
-    central = _Devices((self.home_device,))
-    on_read = tf.VariableSynchronization.ON_READ
-    has_copies = kwargs.get('synchronization') == on_read or (
+    name, on_read = kwargs.get('name'), tf.VariableSynchronization.ON_READ
+    if kwargs.get('synchronization') == on_read or (
       _keras_internal.is_seed_state(name, kwargs.get('dtype'))
-    )
-    return {**kwargs, 'colocate_with': None if has_copies else central}
+    ):
+      return {**kwargs, 'colocate_with': None}  # It has copies.
+    # Replicas that write without an aggregation write the same value (of a counter).
+    # So they do to a loss scale, in a `tf.cond`, where a mean is impossible.
+    none = tf.VariableAggregation.NONE, None
+    if kwargs.get('aggregation') in none or _keras_internal.is_loss_scale(name):
+      kwargs = {**kwargs, 'aggregation': variables.ON_FIRST}
+    # TensorFlow reads the devices of a variable from this.
+    central = types.SimpleNamespace(_devices=self.parameter_devices)
+    return {**kwargs, 'colocate_with': central}
 
 
 def _resolve_parameter_device(
   device: str | tf.config.LogicalDevice | None, compute_devices
 ) -> str:
-  if not isinstance(device, str | tf.config.LogicalDevice | None):
-    raise errors.UnsupportedOptionError(
-      f'parameter_device={device!r}',
-      "the name of one device, such as 'CPU:0'",
-      'leave it out to use the CPU of the host',
-    )
+  option_checks.check(
+    isinstance(device, str | tf.config.LogicalDevice | None),
+    f'parameter_device={device!r}',
+    "the name of one device, such as 'CPU:0'",
+    'leave it out to use the CPU of the host',
+  )
   if device is None:
     only_gpu = len(compute_devices) == 1 and 'GPU' in compute_devices[0]
     device = compute_devices[0] if only_gpu else 'CPU:0'

@@ -10,26 +10,20 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies.mirrored import reducer
+from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
-_NONE = tf.VariableAggregation.NONE
 ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class CentralVariable(mirrored_variables.MirroredVariable):
-  """A "mirrored" variable with one copy for all replicas.
-
-  Without an aggregation, each replica would write it. They all write the same
-  value (of a counter), so the first replica's value is written when all have
-  reached the write.
-  """
+  """A "mirrored" variable with one copy for all replicas."""
 
   is_central = True
 
   def _get_replica(self, replica_id):
     del replica_id
-    replica = reducer.current_replica_id()
+    replica = replica_run.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
       self._check_compiled(replica)
     return self._values[0]
@@ -54,26 +48,16 @@ class CentralVariable(mirrored_variables.MirroredVariable):
   def _update_replica(self, update_fn, value, **kwargs):
     extended = self.distribute_strategy.extended
     if extended._use_merge_call():
-      if self.aggregation == _NONE and not extended.is_one_device:
-        return self._write_first(update_fn, value, **kwargs)
       return super()._update_replica(update_fn, value, **kwargs)
-    if reducer.are_gradients_reduced():
+    if replica_run.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
     return self._update_in_branch(update_fn, value, **kwargs)
 
-  def _write_first(self, update_fn, value, **kwargs):
-    def merge(strategy, value, **kwargs):
-      first = strategy.experimental_local_results(value)[0]
-      return self._update_cross_replica(update_fn, first, **kwargs)
-
-    context = tf.distribute.get_replica_context()
-    return context.merge_call(merge, args=(value,), kwargs=kwargs)
-
   def _update_in_branch(self, update_fn, value, **kwargs):
     """Writes in a `tf.cond` of one replica. The first replica writes for all."""
-    if self.aggregation not in (_NONE, ON_FIRST):
-      raise reducer.branch_error()
-    if reducer.current_replica_id() != 0:
+    if self.aggregation != ON_FIRST:
+      raise replica_run.branch_error()
+    if replica_run.current_replica_id() != 0:
       return self._values[0]
     return update_fn(self._values[0], value, **kwargs)
 

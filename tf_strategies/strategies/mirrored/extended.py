@@ -7,7 +7,6 @@ of each replica while a step runs, and lets Keras 3 synchronise in control flow.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -27,14 +27,16 @@ from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
+  replica_run,
   sharded_state,
   variables,
   whole_batch,
 )
-from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 # Options with which an optimizer changes gradients before it applies them.
 _COMPUTES = (*optimizer_wrapper.CLIPPING, 'gradient_accumulation_steps')
+
+_MEAN = tf.distribute.ReduceOp.MEAN
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -101,7 +103,7 @@ class AppliesSums:
       for i, pair in enumerate(zip(gradients, trained, strict=False)):
         if isinstance(pair[0], tf.Tensor):
           gradients[i] = self._marked(*pair)
-    if is_alone or reducer_lib.are_gradients_reduced():
+    if is_alone or replica_run.are_gradients_reduced():
       apply(gradients)
       return
     self._warn_if_undivided(gradients)
@@ -114,7 +116,7 @@ class AppliesSums:
     """
     shards = self.state_shards
     count = 1 if shards is None else shards.count_of(variable)
-    [name] = reducer_lib.names_of([variable])
+    [name] = replica_run.names_of([variable])
     marked = tf.identity(gradient)
     values = tf.compat.v1.AttrValue.ListValue(s=[name.encode()], i=[count])
     value = tf.compat.v1.AttrValue(list=values)
@@ -154,11 +156,11 @@ class AppliesSums:
 
     def apply_reduced(sums):
       before = ()
-      if self.applies_all_or_none and not tf.executing_eagerly():
+      if self.applies_all_or_none:
         before = tf.nest.flatten(sums, expand_composites=True)
       sums = iter(sums)
       reduced = [None if g is None else next(sums) for g in gradients]
-      with tf.control_dependencies(before), reducer_lib.gradients_reduced():
+      with tf.control_dependencies(before), replica_run.gradients_reduced():
         apply(reduced)
 
     self.reduce_and_apply(parts, apply_reduced, trained)
@@ -175,10 +177,11 @@ class AppliesSums:
     """
     reduced = list(gradients)
     if reduced:
+      # The link between workers looks for this attribute of a gradient.
+      options = tf.distribute.experimental.CommunicationOptions()
+      options.names = replica_run.names_of(variables)
       reduced = tf.distribute.get_replica_context().all_reduce(
-        tf.distribute.ReduceOp.SUM,
-        reduced,
-        reducer_lib.Gradients(reducer_lib.names_of(variables)),
+        tf.distribute.ReduceOp.SUM, reduced, options
       )
     apply(reduced)
 
@@ -191,7 +194,6 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   _collective_key_bases = itertools.count(1_000_000, 1_000)
   # See `_keras_internal`: Keras does not draw a batch to make variables.
   builds_from_specs = True
-  makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
   # Whether a variable was made in the scope, even if it no longer exists.
@@ -200,28 +202,18 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   # replica. It alone writes variables with one copy. Otherwise the first replica does.
   home_device: str | None = None
 
-  def __init__(
-    self,
-    container_strategy,
-    devices,
-    cross_device_ops,
-    make_local=reducer_lib.DeviceReducer,
-  ):
+  def __init__(self, container_strategy, devices, cross_device_ops):
     container_strategy._collective_key_base = next(self._collective_key_bases)
     with _tf_internal.without_notices():
       super().__init__(
         container_strategy, devices=devices, cross_device_ops=cross_device_ops
       )
     scope_checks.note_created(container_strategy)
+    # The op between the devices of this process.
+    self.local_ops = cross_device_ops
     self._functions = weakref.WeakKeyDictionary()
-    # By the `id` of the first copy's handle.
-    self._variables = weakref.WeakValueDictionary()
-    self.local = make_local(
-      self._devices,
-      self._get_cross_device_ops,
-      self._communication_options,
-    )
-    self._reducer: reducer_lib.Reducer = self.local
+    # This strategy's variables, by the `id` of the handle in traced steps.
+    self.by_handle = weakref.WeakValueDictionary()
 
   @property
   def places(self) -> range:
@@ -229,21 +221,15 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     first = self._get_replica_id_in_sync_group(0)
     return range(first, first + len(self._devices))
 
-  def place_of(self, replica: int) -> int | None:
-    """Returns the global number of a local replica, if state is divided."""
-    if self.state_shards is None:
-      return None
-    return self._get_replica_id_in_sync_group(replica)
-
   # Where code runs.
 
   def _use_merge_call(self):
-    if reducer_lib.are_gradients_reduced():
+    if replica_run.are_gradients_reduced():
       return False
     scope_checks.check_applying(self._container_strategy())
     if self.is_one_device:
       return True  # TensorFlow would use NCCL in what XLA compiles for a GPU.
-    if reducer_lib.in_branch_of_replica():
+    if replica_run.in_branch_of_replica():
       return False
     return super()._use_merge_call()
 
@@ -258,54 +244,45 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
       return self._call_function(fn, args, kwargs)
     self._check_compiled()
     if self.is_one_device:
-      args, kwargs = tf.nest.map_structure(_only_argument, (args, kwargs))
+      args, kwargs = tf.nest.map_structure(_only_value, (args, kwargs))
       with (
         _OnlyReplica(self._container_strategy()),
         tf.device(self._devices[0]),
         scope_checks.optimizers_checked(self._container_strategy()),
       ):
         return fn(*args, **kwargs)
-    run = reducer_lib.current_run()
+    run = replica_run.current_run()
     if run is not None:
       # Inside a merge call of a run, which defines the rows.
       return self._call_in_run(run, fn, args, kwargs)
     run = self._run_of((args, kwargs))
-    args, kwargs = _filled(run, (args, kwargs))
-    return _trimmed(run, self._call_in_run(run, fn, args, kwargs))
+    args, kwargs = _filled(run.sites, (args, kwargs))
+    return _trimmed(run.sites, self._call_in_run(run, fn, args, kwargs))
 
   def _model_step(self, step):
     return whole_batch.WholeStep(self, step.kind, step.compiles)
 
   # Methods that a model's step calls, when run for the whole batch.
 
-  def variables_by_handle(self) -> dict[int, tf.Variable]:
-    """Returns this strategy's variables, by the `id` of the first copy's handle."""
-    found = dict(self._variables)
-    if self.state_shards is not None:
-      found.update(self.state_shards.by_handle)
-    return found
-
-  def _rows_of_counts(self, counts) -> list[site_lib.ReplicaRows]:
-    return rows_of_replicas(counts, self.places)
-
-  def sites_of(self, leaves) -> list[site_lib.Site]:
+  def sites_of(self, leaves, counts: tf.Tensor | None) -> list[site_lib.Site]:
     """Returns the sites on which a step is built for this process's replicas;
     see `spmd`.
+
+    `counts` is `counts_of(leaves)`.
     """
-    counts = self.counts_of(leaves)
     if counts is None:
       return self.sites_with(self._rows_of_plain(leaves))
-    return self.sites_with(self._rows_of_counts(counts))
+    return self.sites_with(rows_of_replicas(counts, self.places))
 
   def sites_with(self, rows_of_all) -> list[site_lib.Site]:
     """Returns the sites of this process's replicas, which have these rows."""
     sites = []
-    for i, (device, rows) in enumerate(
-      zip(self.worker_devices, rows_of_all, strict=True)
-    ):
+    for i, rows in enumerate(rows_of_all):
       is_chief = i == 0 and self.does_what_is_done_once
       is_home = i == 0 and self.home_device is None
-      rows = dataclasses.replace(rows, place=self.place_of(i))
+      if self.state_shards is not None:
+        rows = dataclasses.replace(rows, place=self.places[i])
+      device = self.worker_devices[i]
       sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
     return sites
 
@@ -324,33 +301,31 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
         found.append(site_lib.rows_or_stand_in(real, start, total))
     return found
 
-  def counts_of(self, args) -> tuple[Any, ...] | None:
-    """Returns the number of rows of every replica of every worker.
+  def counts_of(self, args) -> tf.Tensor | None:
+    """Returns the numbers of rows of every replica of every worker, int32 [N].
 
-    They are integers if shapes are known, for example in eager mode. In a graph for
-    batches of any size, they are int32 tensors. If no argument is a distributed batch,
-    the result is None.
+    If no argument is a distributed batch, the result is None.
     """
     batch = host_input.first_batch(args)
     if batch is None:
       return None
     if isinstance(batch, host_input.CountedBatch):
-      return batch.counts()
-    return self._share_rows(tuple(map(host_input.num_rows, batch.values)))
+      return batch.all_rows
+    return self._share_rows(host_input.counts_of(batch))
 
-  def _share_rows(self, rows: tuple[Any, ...]) -> tuple[Any, ...]:
+  def _share_rows(self, rows: tf.Tensor) -> tf.Tensor:
     """Turns the rows of this worker's replicas into those of all workers."""
     return rows
 
-  def _run_of(self, args) -> reducer_lib.ReplicaRun:
+  def _run_of(self, args) -> replica_run.ReplicaRun:
     counts = self.counts_of(args)
     if counts is None or _have_all_rows(counts):
-      return reducer_lib.ReplicaRun()
+      return replica_run.ReplicaRun()
     with tf.device('CPU:0'):
-      have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
+      have_rows = tf.cast(counts > 0, tf.float32)
       num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
-    sites = self.sites_with(self._rows_of_counts(counts))
-    return reducer_lib.ReplicaRun(sites, num_with_rows)
+    sites = self.sites_of(args, counts)
+    return replica_run.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -378,35 +353,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """Returns whether Keras's `jit_compile='auto'` compiles. It does on GPUs."""
     return all('gpu' in device.lower() for device in self._devices)
 
+  # Whether other processes may have other values of what replicas share here.
+  has_other_workers = False
   # Whether this process does the work that must be done once.
   does_what_is_done_once = True
   # Whether every replica holds the whole value of sums such as metrics.
   holds_sums_whole = False
-
-  @contextlib.contextmanager
-  def one_copy(self, is_first: bool):
-    """Makes the first copies of variables count alone inside the context.
-
-    Afterwards, the other copies are set equal to them. For a sum over replicas,
-    the first process keeps the whole sum.
-    """
-    used = []
-
-    def make_whole(variable):
-      if self.holds_sums_whole:
-        variable.hold_whole()
-      else:
-        used.append(variable)
-        replica_exchange.set_copies(variable, self.total_of(variable))
-
-    with whole_batch.uses_noted(self, make_whole):
-      yield
-    for variable in [] if is_first else used:
-      zero = tf.zeros_like(variable.values[0])
-      replica_exchange.set_copies(variable, zero)
-    for variable in list(self._variables.values()):
-      if not replica_exchange.is_sum(variable):
-        replica_exchange.copy_first(variable)
 
   def total_of(self, variable) -> tf.Tensor:
     """Returns the value, eagerly, of a variable that is a sum over replicas."""
@@ -418,7 +370,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
 
   def exchange(self) -> exchange_lib.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
-    return replica_exchange.ReplicaExchange(self._reducer)
+    return replica_exchange.ReplicaExchange(self._get_cross_device_ops(None))
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`. The rows are read inside it, so it is not retraced."""
@@ -469,10 +421,10 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica runs in its own thread, which has to know its run.
-      with reducer_lib.running(run):
+      with replica_run.running(run):
         return fn(*args, **kwargs)
 
-    with reducer_lib.running(run):
+    with replica_run.running(run):
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), call_replica, args, kwargs
       )
@@ -491,12 +443,45 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
       return self._cross_device_ops
     return super()._get_cross_device_ops(value)
 
+  def _per_replica(self, value):
+    """Returns the distributed value that `value` represents, or `value`.
+
+    The only local replica has tensors, as under TensorFlow's strategies.
+    """
+    if (
+      len(self._devices) > 1
+      or not tf.is_tensor(value)
+      or isinstance(value, tf.distribute.DistributedValues)
+    ):
+      return value
+    return _tf_internal.PerReplica((value,))
+
   def _reduce_to(self, reduce_op, value, destinations, options):
     if whole_batch.is_active():
       return value
     if self.is_one_device:
       return tf.nest.map_structure(_only_value, value)
-    return self._reducer.reduce(reduce_op, value, destinations, options)
+
+    def reduce_one(value):
+      value = self._per_replica(value)
+      is_shared = not isinstance(value, tf.distribute.DistributedValues)
+      if reduce_op == _MEAN and _tf_internal.is_mirrored(value):
+        return value
+      if not is_shared or self.has_other_workers:
+        pair = value, destinations
+        return self._batch_reduce_to(reduce_op, [pair], options)[0]
+      try:
+        return super(ExactMirroredExtended, self)._reduce_to(
+          reduce_op, value, destinations, options
+        )
+      except ValueError as error:
+        raise errors.UnsupportedOptionError(
+          f'{value!r}',
+          f'values of replicas to reduce with {reduce_op}',
+          'use a result of strategy.step as it is: it is of the whole batch',
+        ) from error
+
+    return tf.nest.map_structure(reduce_one, value)
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
     values = [value for value, _ in value_destination_pairs]
@@ -504,26 +489,49 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
       return values
     if self.is_one_device:
       return list(map(_only_value, values))
-    return self._reducer.batch_reduce(
-      reduce_op, value_destination_pairs, options
-    )
+    count, sites = len(self._devices), replica_run.current_sites()
+    values = [
+      replica_run.per_replica(reduce_op, self._per_replica(value), count)
+      for value in values
+    ]
+    if sites:
+      values = replica_run.masked(sites, values)
+    # If a destination is the value itself, it means the value's devices.
+    pairs = [
+      (new, new if destination is old else destination)
+      for new, (old, destination) in zip(
+        values, value_destination_pairs, strict=True
+      )
+    ]
+    ops = self._get_cross_device_ops(values[0])
+    if not sites or reduce_op != _MEAN:
+      return ops.batch_reduce(reduce_op, pairs, options)
+    sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs, options)
+    count = replica_run.current_run().num_with_rows
+    return [replica_run.divided(total, count) for total in sums]
 
   def _gather_to_implementation(self, value, destinations, axis, options):
     if self.is_one_device:
       return _only_value(value)
-    return self._reducer.gather(value, destinations, axis, options)
+    value, sites = self._per_replica(value), replica_run.current_sites()
+    if not isinstance(value, tf.distribute.DistributedValues):
+      if not self.has_other_workers:
+        return value
+    elif sites:
+      value = _mapped(sites, lambda s, t: s.real_rows(t, axis), value)
+      destinations = value if len(sites) > 1 else destinations
+    ops = self._get_cross_device_ops(value)
+    return ops._gather(value, destinations, axis, options)
 
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-    if reducer_lib.are_gradients_reduced():
+    if replica_run.are_gradients_reduced():
       return value
-    if not reducer_lib.in_branch_of_replica():
+    if not replica_run.in_branch_of_replica():
       return super()._replica_ctx_all_reduce(reduce_op, value, options)
     if len(self._devices) > 1:
-      raise reducer_lib.branch_error()
-    values = [_tf_internal.PerReplica((t,)) for t in tf.nest.flatten(value)]
-    reduced = self._reducer.batch_reduce(
-      reduce_op, [(v, v) for v in values], options
-    )
+      raise replica_run.branch_error()
+    pairs = [(part, part) for part in tf.nest.flatten(value)]
+    reduced = self._batch_reduce_to(reduce_op, pairs, options)
     return tf.nest.pack_sequence_as(value, reduced)
 
   # How variables are created and updated.
@@ -540,14 +548,14 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
         0, self._devices[0], None, **kwargs
       )
       return self.state_shards.create(kwargs, initial_value)
-    is_slot = kwargs.get('colocate_with') is not None
-    kwargs = self._creation_policy(kwargs, is_slot)
+    kwargs = self._creation_policy(kwargs)
     # Created now, outside the step. In the step, TensorFlow would check each
     # time whether it exists, and workers could not share the first value.
     value = kwargs.get('initial_value')
     is_of_keras = _keras_internal.initial_shape(value) is not None
     is_now = whole_batch.is_active() or is_of_keras or self._initializes_eagerly
-    if is_now and _is_in_function():
+    is_lifted = tf.compat.v1.executing_eagerly_outside_functions()
+    if is_now and is_lifted and not tf.executing_eagerly():
       # A constant may be a tensor of the step's graph, as Nadam's is.
       kwargs['initial_value'] = _tf_internal.lift(value)
       with tf.init_scope():
@@ -557,7 +565,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     variable = self._rewrap(variable)
     if isinstance(variable, tf.distribute.DistributedValues):
       self.has_variables = True
-      self._variables[id(variable.values[0].handle)] = variable
+      self.by_handle[id(variable.values[0].handle)] = variable
     return variable
 
   def _update(self, var, fn, args, kwargs, group):
@@ -580,17 +588,14 @@ class _OnlyReplica(tf.distribute.ReplicaContext):
 
 
 def _only_value(value):
-  """Returns the only replica's part of a value."""
-  is_distributed = isinstance(value, tf.distribute.DistributedValues)
-  return value.values[0] if is_distributed else value
+  """Returns the only replica's part of a value. It is a variable of the strategy itself."""
+  is_variable = isinstance(value, tf.Variable)
+  if is_variable or not isinstance(value, tf.distribute.DistributedValues):
+    return value
+  return value.values[0]
 
 
-def _only_argument(value):
-  """Returns `_only_value(value)`, but variables of the strategy unchanged."""
-  return value if isinstance(value, tf.Variable) else _only_value(value)
-
-
-def _filled(run: reducer_lib.ReplicaRun, args):
+def _filled(sites: Sequence[site_lib.Site], args):
   """Returns `args` with one row of zeros for each replica without rows.
 
   On zero rows, BatchNormalization computes 0/0, and oneDNN's max-pooling gradient
@@ -599,7 +604,7 @@ def _filled(run: reducer_lib.ReplicaRun, args):
   """
   composite = tf.RaggedTensor | tf.SparseTensor
   is_per_replica = _tf_internal.PerReplica
-  if run.sites is None or any(
+  if not sites or any(
     isinstance(leaf, is_per_replica) and isinstance(leaf.values[0], composite)
     for leaf in tf.nest.flatten(args)
   ):
@@ -615,18 +620,18 @@ def _filled(run: reducer_lib.ReplicaRun, args):
       or not first.dtype.is_numpy_compatible
     ):
       return value
-    return _mapped(run, lambda _, t: host_input.one_row_if_empty(t), value)
+    return _mapped(sites, lambda _, t: host_input.one_row_if_empty(t), value)
 
   return tf.nest.map_structure(fill, args)
 
 
-def _trimmed(run: reducer_lib.ReplicaRun, outputs):
+def _trimmed(sites: Sequence[site_lib.Site], outputs):
   """Returns `outputs` without the results of replicas without rows.
 
   Batched tensors (their leading dimension is unknown in a graph, one in eager
   mode) lose their padding row. All other values become zero.
   """
-  if run.sites is None:
+  if not sites:
     return outputs
 
   def trim_tensor(site, tensor):
@@ -638,18 +643,18 @@ def _trimmed(run: reducer_lib.ReplicaRun, outputs):
 
   def trim_value(value):
     if isinstance(value, _tf_internal.PerReplica):
-      return _mapped(run, trim_tensor, value)
-    if len(run.sites) == 1:
-      return trim_tensor(run.sites[0], value)
+      return _mapped(sites, trim_tensor, value)
+    if len(sites) == 1:
+      return trim_tensor(sites[0], value)
     return value
 
   return tf.nest.map_structure(trim_value, outputs)
 
 
-def _mapped(run, fn, value):
+def _mapped(sites, fn, value):
   """Maps each replica's site and tensor, on its device."""
   mapped = []
-  for site, tensor in zip(run.sites, value.values, strict=True):
+  for site, tensor in zip(sites, value.values, strict=True):
     with tf.device(site.device):
       mapped.append(fn(site, tensor))
   return _tf_internal.PerReplica(mapped)
@@ -659,13 +664,12 @@ def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
   """Returns the rows of a batch that some replicas have.
 
   Args:
-    counts: number of rows of each replica, int or int32.
+    counts: number of rows of each replica, int32.
     places: positions of the replicas among all.
   """
-  surely = len(counts) == 1 or _have_all_rows(counts)
+  surely = counts.shape == [1] or _have_all_rows(counts)
   with tf.device('CPU:0'):
-    counts = [tf.cast(n, tf.int32) for n in counts]
-    ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
+    ends, counts = tf.unstack(tf.cumsum(counts)), tf.unstack(counts)
     found = []
     for place in places:
       real, total = counts[place], ends[-1]
@@ -679,13 +683,8 @@ def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
 
 def _have_all_rows(counts) -> bool:
   """Returns whether all replicas are known to have rows."""
-  return all(isinstance(n, int) and n > 0 for n in counts)
-
-
-def _is_in_function() -> bool:
-  """Returns whether a function is being traced while eager mode is on outside."""
-  is_eager = tf.compat.v1.executing_eagerly_outside_functions()
-  return is_eager and not tf.executing_eagerly()
+  known = tf.get_static_value(counts)
+  return known is not None and bool(np.all(known > 0))
 
 
 def _are_undivided(gradients) -> bool:

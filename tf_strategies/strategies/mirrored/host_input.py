@@ -35,13 +35,6 @@ class CountedBatch(_tf_internal.PerReplica):
     super().__init__(tuple(values))
     self.all_rows = all_rows
 
-  def counts(self) -> tuple[Any, ...]:
-    """Returns `all_rows` as a tuple, of integers if its values are known."""
-    if tf.executing_eagerly():
-      return tuple(self.all_rows.numpy().tolist())
-    with tf.device('CPU:0'):
-      return tuple(tf.unstack(self.all_rows))
-
   def __getattr__(self, name):
     # Called for missing attributes, also while a copy has no `_values` yet.
     values = self.__dict__.get('_values', ())
@@ -67,10 +60,8 @@ class CountedBatch(_tf_internal.PerReplica):
 
   @property
   def _type_spec(self):
-    return _CountedBatchSpec(
-      [tf.type_spec_from_value(v) for v in self.values],
-      tf.type_spec_from_value(self.all_rows),
-    )
+    parts = *self.values, self.all_rows
+    return _CountedBatchSpec(*map(tf.type_spec_from_value, parts))
 
 
 def _as_operator(name):
@@ -86,23 +77,15 @@ for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {'__eq__', '__ne__'}:
   setattr(CountedBatch, _name, _as_operator(_name))
 
 
-class _CountedBatchSpec(tf.TypeSpec):
-  """Type of a `CountedBatch`; TensorFlow's data sets and functions need it."""
+class _CountedBatchSpec(_tf_internal.PerReplicaSpec):
+  """Type of a `CountedBatch`; TensorFlow's data sets and functions need it.
 
-  __slots__ = ('_rows_spec', '_value_specs')
+  The last of its parts are the rows.
+  """
+
+  __slots__ = ()
 
   value_type = property(lambda self: CountedBatch)
-
-  def __init__(self, value_specs, rows_spec):
-    self._value_specs = tuple(value_specs)
-    self._rows_spec = rows_spec
-
-  def _serialize(self):
-    return self._value_specs, self._rows_spec
-
-  @property
-  def _component_specs(self):
-    return (*self._value_specs, self._rows_spec)
 
   def _to_components(self, value):
     return (*value.values, value.all_rows)
@@ -224,24 +207,20 @@ def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
   )
 
 
-def per_replica(parts):
-  """Makes distributed values from one structure of tensors per replica."""
-  return tf.nest.map_structure(
-    lambda *values: (
-      None if values[0] is None else _tf_internal.PerReplica(values)
-    ),
-    *parts,
-  )
+def per_replica(parts, all_rows: tf.Tensor | None = None):
+  """Makes distributed values from one structure of tensors per local replica.
 
+  With `all_rows` these are counted batches.
+  """
 
-def with_rows(batches, all_rows):
-  """Makes counted batches from one structure of tensors per local replica."""
-  return tf.nest.map_structure(
-    lambda *values: (
-      None if values[0] is None else CountedBatch(values, all_rows)
-    ),
-    *batches,
-  )
+  def make(*values):
+    if values[0] is None:
+      return None
+    if all_rows is None:
+      return _tf_internal.PerReplica(values)
+    return CountedBatch(values, all_rows)
+
+  return tf.nest.map_structure(make, *parts)
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:
@@ -304,11 +283,13 @@ def num_rows(tensor):
   """Returns the leading dimension of a dense, ragged or sparse tensor: int or int32."""
   if tensor.shape.rank and tensor.shape[0] is not None:
     return int(tensor.shape[0])
-  if isinstance(tensor, tf.RaggedTensor):
-    return tf.cast(tensor.nrows(), tf.int32)
-  if isinstance(tensor, tf.SparseTensor):
-    return tf.cast(tensor.dense_shape[0], tf.int32)
   return tf.shape(tensor)[0]
+
+
+def counts_of(batch: tf.distribute.DistributedValues) -> tf.Tensor:
+  """Returns the numbers of rows of the replicas' parts of a batch, int32 [N]."""
+  with tf.device('CPU:0'):
+    return tf.stack(list(map(num_rows, batch.values)))
 
 
 def one_row_if_empty(tensor):

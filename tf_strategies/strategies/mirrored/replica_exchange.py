@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.spmd import exchange, pieces
-from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
 
@@ -14,17 +13,19 @@ _SUM = tf.distribute.ReduceOp.SUM
 class ReplicaExchange(exchange.Exchange):
   """Adds and gathers the values of the replicas of one process."""
 
-  def __init__(self, reducer: reducer_lib.Reducer):
-    self._reducer = reducer
+  def __init__(self, ops: tf.distribute.CrossDeviceOps):
+    self._ops = ops
 
   def add(self, columns, sites, gradients):
     """See base class."""
     del gradients
-    values = [_per_replica(row) for row in zip(*columns, strict=True)]
+    values = [
+      _tf_internal.PerReplica(row) for row in zip(*columns, strict=True)
+    ]
     # If one site needs the sums, they are reduced to its device alone.
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
     pairs = [(v, v if one is None else one) for v in values]
-    sums = self._reducer.batch_reduce(_SUM, pairs, None)
+    sums = self._ops.batch_reduce(_SUM, pairs)
     return [[self._at(value, site) for value in sums] for site in sites]
 
   def _at(self, value, site):
@@ -41,30 +42,27 @@ class ReplicaExchange(exchange.Exchange):
       with tf.device(site.device):
         rows.append([tf.unstack(pieces.rows(t, shard)) for t in column])
     pairs = [
-      (_per_replica([parts[place] for parts in row]), site.device)
+      (_tf_internal.PerReplica([parts[place] for parts in row]), site.device)
       for place, site in enumerate(sites)
       for row in zip(*rows, strict=True)
     ]
-    sums = iter(self._reducer.batch_reduce(_SUM, pairs, None))
+    sums = iter(self._ops.batch_reduce(_SUM, pairs))
     return [[next(sums) for _ in columns[0]] for _ in sites]
 
   def join(self, columns, shapes, sites):
     """See base class."""
     results = [[] for _ in sites]
     for row, shape in zip(zip(*columns, strict=True), shapes, strict=True):
-      gathered = self.gather([piece[tf.newaxis] for piece in row], 0, sites)
-      for site, matrix, column in zip(sites, gathered, results, strict=True):
+      gathered = self.gather(row, 0, sites)
+      for site, flat, column in zip(sites, gathered, results, strict=True):
         with tf.device(site.device):
-          column.append(pieces.joined(matrix, shape))
+          column.append(pieces.joined(flat, shape))
     return results
 
   def gather(self, values, axis, sites):
     """See base class."""
-    dtype = values[0].dtype
-    if dtype in (tf.bool, tf.string) or len(values) == 1:
-      return at_each(sites, lambda: tf.concat(values, axis))
-    value = _per_replica(values)
-    gathered = self._reducer.gather(value, value, axis, None)
+    value = _tf_internal.PerReplica(values)
+    gathered = self._ops._gather(value, value, axis)
     return [self._at(gathered, site) for site in sites]
 
   def first(self, value, like, sites):
@@ -80,10 +78,6 @@ def at_each(sites, make):
     with tf.device(site.device):
       results.append(make())
   return results
-
-
-def _per_replica(values):
-  return _tf_internal.PerReplica(tuple(values))
 
 
 def is_sum(variable) -> bool:

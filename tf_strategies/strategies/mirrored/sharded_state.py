@@ -31,8 +31,6 @@ class StateShards:
 
   def __init__(self, extended):
     self._extended = extended
-    # The divided variables, by the `id` of the handle in traced steps.
-    self.by_handle = weakref.WeakValueDictionary()
     # Variables whose slots are divided, by `id`.
     self._divided = weakref.WeakValueDictionary()
     self._warned: set[str] = set()
@@ -64,7 +62,7 @@ class StateShards:
       copies = []
       for replica, device in enumerate(extended.worker_devices):
         with tf.device(device):
-          piece = pieces.cut(whole, self.shard, extended.place_of(replica))
+          piece = pieces.cut(whole, self.shard, extended.places[replica])
           copies.append(
             _tf_internal.create_now(
               initial_value=piece, trainable=False, name=kwargs.get('name')
@@ -73,7 +71,7 @@ class StateShards:
       variable = ShardedVariable(
         extended, copies, whole.shape, self.shard, kwargs.get('name')
       )
-    self.by_handle[id(variable.handle)] = variable
+    extended.by_handle[id(variable.handle)] = variable
     self._divided[id(kwargs['colocate_with'])] = kwargs['colocate_with']
     return variable
 
@@ -188,7 +186,7 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     self.shape.assert_is_compatible_with(value.shape)
     for replica, copy in enumerate(self.values):
       with tf.device(copy.device):
-        place = self._extended.place_of(replica)
+        place = self._extended.places[replica]
         getattr(copy, name)(pieces.cut(value, self.shard, place))
     return self
 

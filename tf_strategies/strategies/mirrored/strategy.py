@@ -25,8 +25,8 @@ class ExactStrategy:
 
   @property
   def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
-    """The op that every reduction of this strategy uses."""
-    return self.extended._cross_device_ops  # pylint: disable=protected-access
+    """The op that every reduction between devices of this process uses."""
+    return self.extended.local_ops
 
   @property
   def num_replicas_in_sync(self) -> int:

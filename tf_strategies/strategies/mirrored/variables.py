@@ -14,8 +14,8 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import (
-  reducer,
   replica_exchange,
+  replica_run,
   whole_batch,
 )
 
@@ -128,9 +128,6 @@ class SeedVariable(MirroredVariable):
     state, offset = super()._get(), self._offset()
     return state if offset is None else state.read_value() + offset
 
-  def _get_as_operand(self):
-    return self._get()
-
   def value(self):
     """Returns the state, offset by the number of the calling replica."""
     state, offset = super().value(), self._offset()
@@ -146,7 +143,7 @@ class SeedVariable(MirroredVariable):
   def _offset(self):
     """Returns the offset of this replica's seed; None for the first replica."""
     number = whole_batch.stream()
-    replica_id = reducer.current_replica_id()
+    replica_id = replica_run.current_replica_id()
     in_replica = tf.distribute.get_replica_context() and replica_id is not None
     if number == 0 and in_replica:
       extended = self.distribute_strategy.extended
@@ -208,15 +205,15 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       return super()._get_cross_replica()
 
   def _update_replica(self, update_fn, value, **kwargs):
-    run = reducer.current_run()
-    replica_id = reducer.current_replica_id()
+    sites = replica_run.current_sites()
+    replica_id = replica_run.current_replica_id()
     if self.holds_whole and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
         f'{self.name!r}, which job.fit and a loop with strategy.run update',
         'a metric that only models, or only loops, update',
         'use another metric in the loop',
       )
-    if run is None or run.sites is None or replica_id is None:
+    if not sites or replica_id is None:
       return super()._update_replica(update_fn, value, **kwargs)
     local = self._get_on_device_or_primary()
 
@@ -224,7 +221,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       update_fn(local, value, **kwargs)
       return tf.constant(True)
 
-    run.sites[replica_id].if_real(update, lambda: tf.constant(False))
+    sites[replica_id].if_real(update, lambda: tf.constant(False))
     return local
 
 
@@ -246,7 +243,7 @@ def rewrap(variable):
   )
 
 
-def creation_policy(kwargs: dict, is_slot: bool) -> dict:
+def creation_policy(kwargs: dict) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
   Keras 3 asks for no aggregation. Each replica then keeps its own value, and
@@ -263,7 +260,7 @@ def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   )
   dtype = kwargs.get('dtype')
   if (
-    not is_slot
+    kwargs.get('colocate_with') is None  # No slot.
     and kwargs.get('trainable') is False
     and kwargs.get('aggregation') in none
     and kwargs.get('synchronization') in usual

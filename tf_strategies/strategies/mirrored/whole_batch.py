@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -26,8 +26,8 @@ from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
-  reducer,
   replica_exchange,
+  replica_run,
 )
 
 
@@ -85,35 +85,6 @@ def note_use(variable: tf.Variable) -> None:
 
 
 @contextlib.contextmanager
-def uses_noted(extended, note: Callable[[tf.Variable], None]) -> Iterator[None]:
-  """Calls `note` with each sum over replicas before an eager step first uses it.
-
-  This includes sums used only by functions that the step calls. The sums and
-  their order follow from the program alone, so `note` may be a collective. A
-  loop over all live variables could not be one, because workers collect garbage
-  at different times.
-  """
-  used: dict[int, tf.Variable] = {}
-
-  def use(variable):
-    if id(variable) not in used and replica_exchange.is_sum(variable):
-      used[id(variable)] = variable
-      note(variable)
-
-  def use_captures(captures):
-    known = extended.variables_by_handle()
-    for variable in filter(None, (known.get(id(t)) for t in captures)):
-      use(variable)
-
-  before, _state.use_sum = _state.use_sum, use
-  try:
-    with _tf_internal.captures_noted(use_captures):
-      yield
-  finally:
-    _state.use_sum = before
-
-
-@contextlib.contextmanager
 def one_device(strategy, device: str, stream: int = 0):
   """Makes a strategy's variables and hooks behave like one device's in the context.
 
@@ -123,7 +94,7 @@ def one_device(strategy, device: str, stream: int = 0):
   _state.is_active, _state.stream = True, stream
   try:
     with (
-      reducer.gradients_reduced(),
+      replica_run.gradients_reduced(),
       _OneDevice(strategy),
       tf.device(device),
     ):
@@ -234,8 +205,8 @@ class WholeStep:
     """
     if isinstance(error, errors.Error):
       raise error
-    counts = self._counts_of(leaves) or (None,)
-    known = sum(counts) if all(isinstance(n, int) for n in counts) else None
+    counts = tf.get_static_value(self._counts_of(leaves))
+    known = None if counts is None else int(counts.sum())
     length = known or 4 * self._strategy.num_replicas_in_sync
 
     def with_length(spec):
@@ -291,10 +262,55 @@ class WholeStep:
     whole = [self._whole(leaf, sites) for leaf in leaves]
     whole = tf.nest.pack_sequence_as(data, whole)
     with (
-      self._extended.one_copy(sites[0].is_chief),
+      self._one_copy(),
       one_device(self._strategy, self._devices[0], self._stream),
     ):
       return fn(whole)
+
+  @contextlib.contextmanager
+  def _one_copy(self) -> Iterator[None]:
+    """Makes the first copies of variables count alone inside the context.
+
+    Before an eager step first uses a sum over replicas, its first copy gets the whole
+    sum. This includes sums used only by functions that the step calls. The sums and
+    their order follow from the program alone, so this may be a collective. A loop over
+    all live variables could not be one, because workers collect garbage at different
+    times.
+
+    Afterwards, the other copies are set equal to the first. Of a sum, the first process
+    keeps the whole.
+    """
+    extended, used = self._extended, {}
+
+    def use(variable):
+      if id(variable) in used or not replica_exchange.is_sum(variable):
+        return
+      if extended.holds_sums_whole:
+        variable.hold_whole()
+      else:
+        used[id(variable)] = variable
+        replica_exchange.set_copies(variable, extended.total_of(variable))
+
+    def use_captures(captures):
+      for tensor in captures:
+        variable = extended.by_handle.get(id(tensor))
+        if variable is not None:
+          use(variable)
+
+    before, _state.use_sum = _state.use_sum, use
+    try:
+      with _tf_internal.captures_noted(use_captures):
+        yield
+    finally:
+      _state.use_sum = before
+    if not extended.does_what_is_done_once:
+      for variable in used.values():
+        zero = tf.zeros_like(variable.values[0])
+        replica_exchange.set_copies(variable, zero)
+    for variable in list(extended.by_handle.values()):
+      is_divided = 'shard' in vars(variable)
+      if not (is_divided or replica_exchange.is_sum(variable)):
+        replica_exchange.copy_first(variable)
 
   def _whole(self, leaf, sites):
     """Returns all rows of a batch."""
@@ -332,12 +348,13 @@ class WholeStep:
     """Returns how the replicas of the step meet."""
     return self._extended.exchange()
 
-  def _counts_of(self, leaves) -> Sequence[Any] | None:
-    """Returns the number of rows of each replica, int or int32."""
+  def _counts_of(self, leaves) -> tf.Tensor | None:
+    """Returns the number of rows of each replica, int32."""
     return self._extended.counts_of(leaves)
 
   def _sites(self, leaves):
-    home, sites = self._extended.home_device, self._extended.sites_of(leaves)
+    home = self._extended.home_device
+    sites = self._extended.sites_of(leaves, self._counts_of(leaves))
     if home is not None:
       sites.append(site_lib.Site(home, sites[0].rows, is_home=True))
     return sites
@@ -365,11 +382,10 @@ class WholeStep:
         add({s: _own_rows(s, leaf) for s in replicas}, kinds.Split(0))
       else:
         add(dict.fromkeys(sites, leaf), kinds.WHOLE)
-    known = self._extended.variables_by_handle()
     for external, _ in graph.captures:
       built = dict.fromkeys(sites, external)
       resource = _Resource() if external.dtype == tf.resource else None
-      variable = known.get(id(external))
+      variable = self._extended.by_handle.get(id(external))
       if variable is not None:
         is_sum = replica_exchange.is_sum(variable)
         if is_sum and self._extended.holds_sums_whole:

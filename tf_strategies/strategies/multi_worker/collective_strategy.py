@@ -68,20 +68,12 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
     devices = strategy.resolve_devices(devices)
     communication = _communication(options, devices)
     options = dataclasses.replace(options, communication=communication)
-
-    def make_communicator(local):
-      return runtime_communicator.RuntimeCommunicator(
-        rank,
-        len(addresses),
-        local.devices,
-        self._collective_key_base,
-        options,
-      )
-
     self._set_up(
       devices,
       cross_device.AutoAllReduce(),
-      make_communicator,
+      runtime_communicator.RuntimeCommunicator(
+        rank, len(addresses), devices, options
+      ),
       {'bucket_bytes': options.bucket_bytes, 'communication': communication},
       strategy.resolver_of(cluster),
     )

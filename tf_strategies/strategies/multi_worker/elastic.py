@@ -115,7 +115,7 @@ class GuardedStep:
     Returns the variables that a step which fails may have written.
     """
     if self._model.run_eagerly:
-      return list(self._extended.variables_by_handle().values())
+      return list(self._extended.by_handle.values())
     specs = tf.nest.map_structure(whole_batch.spec_of, element_spec)
     key = tuple(tf.nest.flatten(specs))
     if key not in self._written_early:
@@ -163,14 +163,11 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
   ):
     devices = strategy.resolve_devices(devices)
     self._opened = contextlib.ExitStack()  # The job closes its rendezvous.
-    extended = ElasticExtended(
-      self,
-      devices,
-      cross_device.AutoAllReduce(),
-      lambda local: process_group_communicator.ProcessGroupCommunicator(
-        None, local, options, membership
-      ),
+    local_ops = cross_device.AutoAllReduce()
+    communicator = process_group_communicator.ProcessGroupCommunicator(
+      None, devices, local_ops, options, membership
     )
+    extended = ElasticExtended(self, devices, local_ops, communicator)
     tf.distribute.Strategy.__init__(self, extended)
     # Settings that must be equal on all workers, by name.
     self.set_up = {

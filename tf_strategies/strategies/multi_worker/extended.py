@@ -13,7 +13,6 @@ from tf_strategies import _tf_internal
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer as reducer_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 
@@ -23,30 +22,30 @@ class MultiWorkerExtended(
 ):
   """Mirrored replicas on this worker's devices, in step with other workers.
 
-  `make_communicator` takes the reducer between these devices and returns the link to
+  `cross_device_ops` is the op between these devices, and `communicator` the link to
   the other workers.
   """
 
-  communicator: communicator_lib.Communicator
-  # Equal on all workers, although some may have made other strategies too.
-  _collective_key_bases = itertools.count(500_000_000, 1_000)
-
   def __init__(
-    self, container_strategy, devices, cross_device_ops, make_communicator
+    self,
+    container_strategy,
+    devices,
+    cross_device_ops,
+    communicator: communicator_lib.Communicator,
   ):
-    super().__init__(container_strategy, devices, cross_device_ops)
+    super().__init__(container_strategy, devices, communicator)
+    self.local_ops = cross_device_ops
     workers_lib.note_joined()
     self.datasets = itertools.count()  # Their numbers.
-    self.communicator = make_communicator(self.local)
-    self._initializes_eagerly = self.communicator.initializes_eagerly
-    self._reducer = reducer_lib.WorkerReducer(self.local, self.communicator)
+    self.communicator = communicator
+    self._initializes_eagerly = communicator.initializes_eagerly
 
   # Numbers of workers and replicas. A replica's number is rank * local + local
   # id.
 
   @property
   def _num_replicas_in_sync(self):
-    return self._reducer.num_replicas
+    return len(self._devices) * self.communicator.world_size
 
   @property
   def _first_replica(self):
@@ -104,20 +103,17 @@ class MultiWorkerExtended(
   # The chief also writes summaries, and does what must be done once.
   should_save_summary = _is_chief = does_what_is_done_once = should_checkpoint
 
-  # See base class: a step that fails must not have counted itself.
+  # See base class. A step that fails must not have counted itself.
 
-  applies_all_or_none = True
+  applies_all_or_none = has_other_workers = True
 
   # Where code runs.
 
   def _share_rows(self, rows):
     """Returns the rows of every replica of every worker, by replica id."""
     with tf.device('CPU:0'):
-      local = tf.stack([tf.cast(n, tf.int32) for n in rows])
-      everyone = self.communicator.all_gather(local, 'rows')
-      if tf.executing_eagerly():
-        return tuple(everyone.numpy().tolist())
-      return tuple(tf.unstack(everyone, self._num_replicas_in_sync))
+      everyone = self.communicator.all_gather(rows, 'rows')
+      return tf.ensure_shape(everyone, [self._num_replicas_in_sync])
 
   def total_of(self, variable):
     """See base class."""
@@ -164,7 +160,7 @@ class MultiWorkerExtended(
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
       # Without the variable's name, in which Keras counts the models of a process.
-      return self.communicator.broadcast(tensor, 'initial_value')
+      return self.communicator.from_chief(tensor, 'initial_value')
 
     return initial_value
 

@@ -128,7 +128,7 @@ def _with_rows(extended, batches, all_rows):
   """Returns the batches of the replicas. A single replica gets plain tensors."""
   if extended.is_one_device:
     return batches[0]
-  return host_input.with_rows(batches, all_rows)
+  return host_input.per_replica(batches, all_rows)
 
 
 def _rows_of_replica(extended, dataset) -> int:

@@ -16,8 +16,8 @@ from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
-  reducer,
   replica_exchange,
+  replica_run,
   whole_batch,
 )
 
@@ -95,7 +95,7 @@ class TrainsApart:
       parts = optimizer.differences(share)
       # In float64, so that a value that is equal on all workers does not change.
       parts += [tf.cast(v, tf.float64) * share for v in averages]
-      names = [*reducer.names_of(weights), *(None for _ in averages)]
+      names = [*replica_run.names_of(weights), *(None for _ in averages)]
       # This worker's other devices add nothing.
       zeros = [tf.zeros_like(part) for part in parts]
       columns = [parts, *(zeros for _ in self.worker_devices[1:])]
@@ -145,7 +145,7 @@ class LocalStep(whole_batch.WholeStep):
       'leave out run_eagerly=True',
     )
     data = tf.nest.map_structure(self._own, data)
-    rows = tf.add_n(self._counts_of(tf.nest.flatten(data)))
+    rows = tf.reduce_sum(self._counts_of(tf.nest.flatten(data)))
     run = super().run
     results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
     for optimizer in self._optimizers:
@@ -164,7 +164,8 @@ class LocalStep(whole_batch.WholeStep):
 
   def _sites(self, leaves):
     counts = self._counts_of(leaves)
-    rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
+    places = range(len(self._devices))
+    rows = mirrored_extended.rows_of_replicas(counts, places)
     sites = self._extended.sites_with(rows)
     sites[0].is_chief = True  # Each worker does what is done once.
     return sites
@@ -179,10 +180,10 @@ class LocalStep(whole_batch.WholeStep):
       'pass a distributed batch to the step: its rows are the weight of the '
       'step at a meeting',
     )
-    return [host_input.num_rows(part) for part in batch.values]
+    return host_input.counts_of(batch)
 
   def _exchange(self):
-    return replica_exchange.ReplicaExchange(self._extended.local)
+    return replica_exchange.ReplicaExchange(self._extended.local_ops)
 
   def _report(self):
     """Returns the results of a step without rows: those of metrics, or zeros."""
@@ -215,7 +216,7 @@ class LocalStep(whole_batch.WholeStep):
 
   def _statistics_in(self, graph) -> list[tf.Variable]:
     """Returns the moving statistics that a step reads or writes."""
-    known = self._extended.variables_by_handle()
+    known = self._extended.by_handle
     used = [known.get(id(external)) for external, _ in graph.captures]
     of_optimizers = {id(v.value) for o in self._step.named for v in o.variables}
     return [

@@ -16,7 +16,6 @@ from tf_strategies import _tf_internal, process_group
 from tf_strategies.cross_device import packing
 from tf_strategies.spmd import kinds, pieces
 from tf_strategies.strategies import communicator
-from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import collective_queue
 from tf_strategies.strategies.multi_worker import options as options_lib
 
@@ -32,7 +31,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   Args:
     group: the group of the workers; None before the first one.
-    local: reduces tensors between the devices of this worker.
+    devices: devices of this worker.
+    local_ops: reduces tensors between them.
     options: how workers communicate.
     membership: the `elastic_members.Members` that forms the groups; None if `group`
       never changes.
@@ -41,10 +41,12 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def __init__(
     self,
     group: process_group.ProcessGroup | None,
-    local: reducer.DeviceReducer,
+    devices: Sequence[str],
+    local_ops: tf.distribute.CrossDeviceOps,
     options: options_lib.RingOptions,
     membership: Any = None,
   ):
+    super().__init__(devices)
     self.membership = membership
     self.is_elastic = membership is not None
     self._queue = collective_queue.CollectiveQueue(group, self.join)
@@ -53,8 +55,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       self._place = _tf_internal.ResourceVariable(
         np.int32([0, self.capacity]), trainable=False, name='place'
       )
-    self._local = local
-    self._options = options
+    self._local_ops, self._options = local_ops, options
 
   @property
   def is_member(self) -> bool:
@@ -108,17 +109,26 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def all_reduce(self, columns, name, gradients=()):
     """See base class."""
-    several = len(columns) > 1
-    tensors = self._local.sum_on_first(columns) if several else columns[0]
+    tensors = self._sum_on_first(columns)
     are_gradients = [g is not None for g in gradients] or [False] * len(tensors)
     # One copy from a GPU for each bucket, not for each gradient.
-    with tf.device(self._local.devices[0]):
+    with tf.device(self._devices[0]):
       wires = list(map(self._to_wire, tensors, are_gradients))
       names = _names(tensors, gradients)
       algorithm = self._options.all_reduce
       sums = self._send('all_reduce', name, wires, names, algorithm=algorithm)
       summed = [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
     return [summed] * len(columns)
+
+  def _sum_on_first(self, columns):
+    """Sums columns of tensors, one for each device, on the first device."""
+    if len(columns) == 1:
+      return columns[0]
+    pairs = [
+      (_tf_internal.PerReplica(row), self._devices[0])
+      for row in zip(*columns, strict=True)
+    ]
+    return self._local_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
 
   def _send(
     self, kind, name, tensors, names, rows_sent=None, rows_got=None, **how
@@ -155,7 +165,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     ]
     results = []
     if requests:
-      results = self._queue.call_all(kind, requests, self._local.devices[0])
+      results = self._queue.call_all(kind, requests, self._devices[0])
     return packed.unpack(results, rows_got)
 
   # Pieces are in the order of replicas: those of one worker's devices lie behind
@@ -178,9 +188,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
     Returns:
       For each local device its pieces. None is there before all are.
     """
-    count = len(columns)
-    tensors = columns[0] if count == 1 else self._local.sum_on_first(columns)
-    with tf.device(self._local.devices[0]):
+    count, tensors = len(columns), self._sum_on_first(columns)
+    with tf.device(self._devices[0]):
       wires = [self._to_wire(t, are_gradients) for t in tensors]
       rows = [pieces.rows(t, shard) for t in wires]
       matrices = self._send(
@@ -193,7 +202,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
         algorithm=self._options.all_reduce,
       )
     mine = []
-    for i, device in enumerate(self._local.devices):
+    for i, device in enumerate(self._devices):
       with tf.device(device):
         mine.append(
           [
@@ -215,7 +224,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       For each of them a matrix whose rows are the pieces of all replicas.
     """
     count = len(columns) * self.world_size
-    with tf.device(self._local.devices[0]):
+    with tf.device(self._devices[0]):
       rows = [
         row[0][None] if len(row) == 1 else tf.stack(row)
         for row in zip(*columns, strict=True)
@@ -255,7 +264,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       lambda group, array: group.all_gather(array, name=name),
     )
 
-  def broadcast(self, tensor, name):
+  def from_chief(self, tensor, name):
     """See base class."""
     return self._call(
       'broadcast',

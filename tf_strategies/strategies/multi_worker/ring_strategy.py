@@ -90,18 +90,14 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     # wait for this worker, and its port would be taken in the next attempt.
     with contextlib.ExitStack() as opened:
       group, resolver = _form_group(cluster, options, opened)
-
-      def make_communicator(local):
-        return process_group_communicator.ProcessGroupCommunicator(
-          group, local, options
-        )
-
       if shard_optimizer_state and options.all_reduce != 'auto':
         reductions.check_half(options.all_reduce, group.world_size)
       self._set_up(
         devices,
         cross_device_ops,
-        make_communicator,
+        process_group_communicator.ProcessGroupCommunicator(
+          group, devices, cross_device_ops, options
+        ),
         {
           **set_up_of(options),
           'shard_optimizer_state': bool(shard_optimizer_state),

@@ -1,6 +1,7 @@
 """Links workers by TensorFlow's collective runtime (RING or NCCL)."""
 
 import collections
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ class RuntimeCommunicator(communicator.Communicator):
   `collective_key_base`.
   """
 
+  # Of TensorFlow's collectives. Each communicator has its own, which are equal on all
+  # workers, although some may have made other strategies too.
+  _key_bases = itertools.count(500_000_000, 1_000)
+
   # Its collectives take inputs that TensorFlow cannot lift out of a step.
   initializes_eagerly = True
 
@@ -31,27 +36,25 @@ class RuntimeCommunicator(communicator.Communicator):
     rank: int,
     world_size: int,
     devices: Sequence[str],
-    collective_key_base: int,
     options: options_lib.CollectiveOptions,
   ):
+    super().__init__(devices)
     self.rank = rank
     self.world_size = world_size
-    self._devices = tuple(devices)
     self._options = options
     # The coordination service is common to all strategies, so each has its own
     # names.
-    self._prefix = f'tf_strategies/{collective_key_base}'
+    key_base = next(self._key_bases)
+    self._prefix = f'tf_strategies/{key_base}'
     # For one tensor per worker: sizes, flags, counts.
     self._host = _tf_internal.host_of(devices[0])
     self._launchers, [self._host_launcher] = _tf_internal.collective_launchers(
       [([*devices], world_size * len(devices)), ([self._host], world_size)],
-      collective_key_base,
+      key_base,
       options.communication,
       options.timeout_seconds,
     )
-    self._statistics: collections.defaultdict[
-      str, statistics.CallStatistics
-    ] = collections.defaultdict(statistics.CallStatistics)
+    self._statistics = collections.defaultdict(statistics.CallStatistics)
     # How often each tag was used: the service keeps a key for ever.
     self._uses: collections.Counter[str] = collections.Counter()
 
@@ -111,7 +114,7 @@ class RuntimeCommunicator(communicator.Communicator):
       gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
       return gathered
 
-  def broadcast(self, tensor, name):
+  def from_chief(self, tensor, name):
     """See base class. The other workers add zeros."""
     del name
     self._count('broadcast')
@@ -154,7 +157,7 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class. TensorFlow's runtime ends with the process."""
 
   def _count(self, kind):
-    self._statistics[kind].record([self._host], [0])
+    self._statistics[kind].record([self._host])
 
   def _reduce(self, launcher, tensor):
     communicator.check_not_compiled('sum')

@@ -47,7 +47,7 @@ class MultiWorkerStrategy(
     self,
     devices,
     cross_device_ops,
-    make_communicator,
+    communicator,
     setup,
     resolver,
   ):
@@ -56,7 +56,7 @@ class MultiWorkerStrategy(
     Args:
       devices: devices of this worker.
       cross_device_ops: all-reduce between these devices.
-      make_communicator: see `MultiWorkerExtended`.
+      communicator: link to the other workers.
       setup: settings that must be equal on all workers, by name.
       resolver: describes the cluster to TensorFlow.
 
@@ -64,17 +64,16 @@ class MultiWorkerStrategy(
       CollectiveMismatchError: if workers have other devices or options.
     """
     extended = extended_lib.MultiWorkerExtended(
-      self, devices, cross_device_ops, make_communicator
+      self, devices, cross_device_ops, communicator
     )
     tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
-    link = self.extended.communicator
     own, proposal = proposed_seed()
     setup = {'devices of a worker': len(devices), **setup}
     setups, seeds = zip(
-      *link.exchange('set-up', [setup, proposal]), strict=True
+      *communicator.exchange('set-up', [setup, proposal]), strict=True
     )
-    link.check_same(
+    communicator.check_same(
       setups,
       f'the set-up of {type(self).__name__}',
       'start all workers with the same program and settings',

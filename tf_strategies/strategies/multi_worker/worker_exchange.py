@@ -2,20 +2,19 @@
 
 import tensorflow as tf
 
-from tf_strategies.spmd import exchange as exchange_lib
 from tf_strategies.spmd import pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
-class WorkerExchange(exchange_lib.Exchange):
-  """Adds up and gathers the values of the replicas of all workers."""
+class WorkerExchange(replica_exchange.ReplicaExchange):
+  """Adds up and gathers the values of the replicas of all workers.
 
-  def __init__(self, communicator):
-    self._communicator = communicator
+  Its cross-device op is the `Communicator`.
+  """
 
   def add(self, columns, sites, gradients):
     """See base class."""
-    sums = self._communicator.all_reduce(columns, 'reduce', gradients)
+    sums = self._ops.all_reduce(columns, 'reduce', gradients)
     results = []
     for site in sites:
       with tf.device(site.device):
@@ -25,28 +24,23 @@ class WorkerExchange(exchange_lib.Exchange):
   def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
     del sites
-    return self._communicator.scatter_pieces(columns, shard, are_gradients)
+    return self._ops.scatter_pieces(columns, shard, are_gradients)
 
   def join(self, columns, shapes, sites):
     """See base class."""
-    whole = self._communicator.join_pieces(columns)
+    whole = self._ops.join_pieces(columns)
     pairs = list(zip(whole, shapes, strict=True))
     return replica_exchange.at_each(
       sites, lambda: [pieces.joined(*pair) for pair in pairs]
     )
 
-  def gather(self, values, axis, sites):
-    """See base class. Rows are in the order of their places in the batch."""
-    gathered = self._communicator.gather(values, axis, 'rows')
-    return replica_exchange.at_each(sites, lambda: tf.identity(gathered))
-
   def first(self, value, like, sites):
     """See base class. Only the first worker has a value."""
-    link, shape = self._communicator, like.shape
+    link, shape = self._ops, like.shape
     with tf.device('CPU:0'):
       if shape.is_fully_defined() and like.dtype not in (tf.bool, tf.string):
         value = tf.zeros(shape, like.dtype) if value is None else value
-        result = link.broadcast(value, 'first')
+        result = link.from_chief(value, 'first')
       else:
         sizes = tf.zeros([0], tf.int32) if value is None else tf.shape(value)
         value = tf.zeros([0], like.dtype) if value is None else value

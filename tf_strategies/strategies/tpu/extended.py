@@ -3,7 +3,6 @@
 import itertools
 import types
 import weakref
-from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -12,7 +11,7 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
 from tf_strategies.keras import optimizer_wrapper
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer, variables
+from tf_strategies.strategies.mirrored import replica_run, variables
 from tf_strategies.strategies.tpu import permute
 
 
@@ -39,11 +38,11 @@ class PermutingTPUExtended(
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
-    step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
-    keras_step = _keras_internal.step_of(step)
-    _check_losses(step, strategy)
-    if keras_step is not None and keras_step.kind == 'train':
-      self._check_rows(args)
+    step = _keras_internal.step_of(_tf_internal.unwrap(fn))
+    if step is not None:
+      _check_losses(step.model, self._container_strategy())
+      if step.kind == 'train':
+        self._check_rows(args)
     return super().tpu_run(fn, args, kwargs, options)
 
   def _check_rows(self, batch) -> None:
@@ -67,7 +66,7 @@ class PermutingTPUExtended(
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
     values = [value for value, _ in value_destination_pairs]
-    if reducer.are_gradients_reduced():
+    if replica_run.are_gradients_reduced():
       return values
     are_permuted = list(map(self._is_permuted, values))
     permuted = list(itertools.compress(values, are_permuted))
@@ -104,9 +103,9 @@ class PermutingTPUExtended(
 
   def _create_variable(self, next_creator, **kwargs):
     _keras_internal.see_gradients(self.apply_gradients)
-    is_slot = kwargs.get('colocate_with') is not None
-    kwargs = variables.creation_policy(kwargs, is_slot)
-    return super()._create_variable(next_creator, **kwargs)
+    return super()._create_variable(
+      next_creator, **variables.creation_policy(kwargs)
+    )
 
 
 def _dense(optimizer, gradient):
@@ -133,7 +132,9 @@ def _dense(optimizer, gradient):
 _warned_of_masks = weakref.WeakSet()
 
 
-def _check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
+def _check_losses(
+  model: keras.Model | None, strategy: tf.distribute.Strategy
+) -> None:
   """Rejects losses that are wrong if Keras sees several replicas.
 
   Strategies whose steps are written for one device weight every loss
@@ -142,21 +143,20 @@ def _check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
   Raises:
     UnsupportedOptionError: names the loss's reduction.
   """
-  step = _keras_internal.step_of(fn)
-  if strategy.num_replicas_in_sync == 1 or step is None:
+  if strategy.num_replicas_in_sync == 1:
     return
-  for loss in keras.tree.flatten(getattr(step.model, 'loss', None)):
+  for loss in keras.tree.flatten(getattr(model, 'loss', None)):
     _check_reduction(loss, type(strategy).__name__)
-  masked = _keras_internal.masked_outputs(step.model)
-  if masked and step.model not in _warned_of_masks:
-    _warned_of_masks.add(step.model)
+  masked = _keras_internal.masked_outputs(model)
+  if masked and model not in _warned_of_masks:
+    _warned_of_masks.add(model)
     logging.warning(
       'A mask reaches output %r of model %r. Keras divides the loss by the '
       'unmasked steps of each replica, so replicas with fewer of them count as '
       'much as the others, which is not what one device computes. For an exact '
       'result stop the mask before the loss and pass sample_weight.',
       masked[0].name,
-      step.model.name,
+      model.name,
     )
 
 
