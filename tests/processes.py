@@ -75,7 +75,7 @@ class Outcome:
         deadline.
     """
     if self.exitcode is None:
-      raise AssertionError(f'worker {self.rank} ran into the deadline')
+      raise AssertionError(f'worker {self.rank} exceeded the deadline')
     if self.error_text:
       raise AssertionError(f'worker {self.rank}: {self.error_text}')
     if self.exitcode:
@@ -302,7 +302,7 @@ def run_workers(
     **options: options of `Workers`.
 
   Raises:
-    AssertionError: if a worker raised, died, or ran into the deadline.
+    AssertionError: if a worker raised, died, or exceeded the deadline.
   """
   with Workers(function, count, **options) as workers:
     outcomes = workers.wait()

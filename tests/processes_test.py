@@ -27,7 +27,7 @@ class WorkersTest(absltest.TestCase):
     with processes.Workers(_sleep, 1, deadline=0.1) as workers:
       (outcome,) = workers.wait()
       self.assertFalse(workers.is_alive(0))
-    with self.assertRaisesRegex(AssertionError, 'ran into the deadline'):
+    with self.assertRaisesRegex(AssertionError, 'exceeded the deadline'):
       outcome.result()
 
 

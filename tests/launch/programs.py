@@ -109,7 +109,7 @@ class Launcher(processes.Command):
     """Waits until `condition()`, also after the end of the launcher."""
     while not condition():
       if time.monotonic() > self._ends_at:
-        self.fail(f'is too late:\n{self.stderr()}')
+        self.fail(f'did not meet the condition in time:\n{self.stderr()}')
       time.sleep(0.01)
 
   def stdout(self) -> bytes:

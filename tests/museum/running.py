@@ -137,9 +137,9 @@ def _run(report, side):
   )
   strategy = None if side == _ONE_DEVICE else create(exhibit, side)
   found = exhibits.run(exhibit, strategy)
-  # What starts the processes picks ports; that part imports no TensorFlow.
+  # Only the part of tf_strategies that picks ports may be loaded.
   if side != OURS and 'tf_strategies._tf_internal' in sys.modules:
-    raise AssertionError('tf_strategies changes what is compared with it')
+    raise AssertionError('tf_strategies was loaded with another strategy')
   return found
 
 

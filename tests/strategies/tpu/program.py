@@ -142,7 +142,9 @@ class Program:
       return received
     groups = tf.get_static_value(op.inputs[1]).tolist()
     if groups != [list(range(len(values)))]:
-      raise AssertionError(f'{op.name} is not of all replicas: {groups}')
+      raise AssertionError(
+        f'Expected one group of all replicas in {op.name}, got {groups}.'
+      )
     if op.type == 'CrossReplicaSum':
       return [np.sum(values, axis=0, dtype=values[0].dtype)] * len(values)
     # AllToAll only stacks here: all values have a leading dimension.
