@@ -1,4 +1,4 @@
-"""Reported faults of TensorFlow's strategies, each as a small program.
+"""Public bug reports of TensorFlow's strategies, each as a small program.
 
 An exhibit reproduces the structure of its report on CPUs, with little data.
 This module does not import `tf_strategies`, because that changes Keras, and

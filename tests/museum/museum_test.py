@@ -1,4 +1,4 @@
-"""Our strategies give the right results for reported faults of TensorFlow's."""
+"""Our strategies give the right results for public bug reports of TensorFlow's."""
 
 import functools
 
