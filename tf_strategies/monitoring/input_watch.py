@@ -71,17 +71,8 @@ def _all_rows(batch):
   if all_rows is not None:
     return tf.cast(tf.reduce_sum(all_rows), tf.int64)
   is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
-  counts = [_leading(v) for v in (leaf.values if is_distributed else [leaf])]
-  if any(count is None for count in counts):
+  values = leaf.values if is_distributed else [leaf]
+  if any(not tf.is_tensor(v) or v.shape.rank == 0 for v in values):
     return tf.constant(_UNKNOWN, tf.int64)
-  return tf.add_n(counts)
-
-
-def _leading(value):
-  if isinstance(value, tf.SparseTensor):
-    return value.dense_shape[0]
-  if isinstance(value, tf.RaggedTensor):
-    return value.nrows()
-  if not tf.is_tensor(value) or value.shape.rank == 0:
-    return None
-  return tf.shape(value, tf.int64)[0]
+  # Ragged and sparse tensors have such a shape too.
+  return tf.add_n([tf.shape(v, tf.int64)[0] for v in values])
