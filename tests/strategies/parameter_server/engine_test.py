@@ -27,6 +27,7 @@ from tf_strategies.strategies.parameter_server import (
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 _DEADLINE_SECONDS = 20.0
+_POWERS = traced_step.Powers([], [], {})
 _STEP = engine_lib.Step(run=None, trains=True, optimizers=('an optimizer',))
 
 
@@ -41,13 +42,14 @@ class _Engine(engine_lib.Engine):
   compute = None
 
   def powers(self, step, structure):
-    return traced_step.Powers([], [], {})
+    return _POWERS if step.trains else ''
 
   def function(self, step, layout):
     def function(worker, argument, slots):
       return self._run(worker, argument, slots if step.trains else None, layout)
 
     function.layout = types.SimpleNamespace(key='', specs={})
+    function.powers = _POWERS if step.trains else None
     number = tf.TensorSpec([], tf.int64)
     outputs = () if step.trains else (number, number)
     function.traced = types.SimpleNamespace(

@@ -184,20 +184,13 @@ class Step:
     batch = batch_message.BatchLayout(specs)
     self._step = engine.Step(run, trains=True, optimizers=optimizers)
     self.traced = traced_step.TracedStep(run, optimizers, specs)
-    self.worker = slots.WorkerFunction(self.traced, batch, False)
+    self.worker = slots.WorkerFunction(self.traced, batch, None)
     self.layout = self.worker.layout
     self._slots = slots.Slots(self.layout.specs)
 
   @functools.cached_property
   def _apply(self):
-    return slots.ApplyFunction(
-      self._step,
-      self.traced,
-      self.layout,
-      1,
-      None,
-      in_replica=lambda f: f,
-    )
+    return slots.ApplyFunction(self._step, self.worker, 1, lambda f: f)
 
   def __call__(self, *batch):
     return self.apply(self.compute(*batch))

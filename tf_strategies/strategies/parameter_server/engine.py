@@ -103,8 +103,6 @@ class Update:
     engine: the engine.
     step: the step.
     data: of each share: a `Batch` or a `splits.Read`.
-    powers: how to combine the results of shares; None for a whole step.
-    backup_workers: number of shares that it does not wait for.
 
   Attributes:
     function: what each share computes.
@@ -120,10 +118,8 @@ class Update:
     engine: Engine,
     step: Step,
     data: Sequence[Any],
-    powers: traced_step.Powers | None,
-    backup_workers: int,
   ):
-    self.engine, self.step, self.powers = engine, step, powers
+    self.engine, self.step = engine, step
     self.function = engine.function(step, data[0].layout)
     self.specs: traced_step.Outputs = self.function.traced.outputs
     self.tasks = [StepTask(self, each) for each in data]
@@ -131,12 +127,12 @@ class Update:
     self.outputs: Any = None
     self.is_done = False
     self._count = len(data)
-    self._backup_workers = backup_workers
 
   @property
   def needed(self) -> int:
     """Returns how many shares it waits for."""
-    return max(min(1, self._count), self._count - self._backup_workers)
+    backup_workers = self.engine.options.backup_workers
+    return max(min(1, self._count), self._count - backup_workers)
 
   @property
   def is_complete(self) -> bool:
@@ -299,7 +295,7 @@ class Engine:
   ):
     self.reports = Reports(pool, recovery.with_recovery)
     self.pool, self._in_replica = pool, in_replica
-    self._options = options
+    self.options = options
     self.steps_done = 0
     self._staleness = collections.Counter()
     self._dropped = 0
@@ -316,7 +312,7 @@ class Engine:
 
   @property
   def _is_sync(self) -> bool:
-    return self._options.mode == 'sync'
+    return self.options.mode == 'sync'
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins a step, or waits while too many run; returns the newest report.
@@ -329,21 +325,14 @@ class Engine:
     if not (self._is_sync and (is_read or is_alone)):
       data = splits.Read(self.pool, work) if is_read else work
       return self.reports.of(self.submit(step, [data]))
-    updates = self.run_round(
-      step, work, self._powers_for(step, work), one_by_one=is_alone
-    )
+    updates = self.run_round(step, work, one_by_one=is_alone)
     if not updates:
       return None
     return updates[-1].outputs if is_alone else self.reports.of(updates[-1])
 
-  def submit(
-    self,
-    step: Step,
-    data: Sequence[Any],
-    powers: traced_step.Powers | None = None,
-  ) -> Update:
+  def submit(self, step: Step, data: Sequence[Any]) -> Update:
     """Begins an update by a step, of which each of the `data` is a share."""
-    update = Update(self, step, data, powers, self._options.backup_workers)
+    update = Update(self, step, data)
     # In the caller's thread, which has the user's scopes.
     self.apply_function(update, update.needed)
     for task in update.tasks:
@@ -354,14 +343,14 @@ class Engine:
     self,
     step: Step,
     work: Work,
-    powers: traced_step.Powers | None = None,
     one_by_one: bool = False,
   ) -> list[Update]:
     """Runs a step on a batch, or on an element of each split that has one.
 
-    Returns the updates with data, of elements in the order of splits. With `powers`
-    workers share one update; else each element is one.
+    Returns the updates with data, of elements in the order of splits. Workers share
+    one update if they may share rows; else each element is one.
     """
+    powers = self._powers_for(step, work)
     self.pool.wait()  # Evaluation must be done before variables change.
     turn = None
     if isinstance(work, splits.Source):
@@ -373,7 +362,7 @@ class Engine:
       data = [work]
     updates = []
     for each in [data] if powers and data else [[one] for one in data]:
-      updates.append(self.submit(step, each, powers))
+      updates.append(self.submit(step, each))
       if one_by_one:
         updates[-1].result()
     for update in updates:
@@ -402,7 +391,7 @@ class Engine:
 
   def may_begin(self, worker: int) -> bool:
     """Returns whether a worker may begin a task now; under the pool's lock."""
-    if self._options.mode != 'bounded':
+    if self.options.mode != 'bounded':
       return True
     in_use = self.pool.in_use()
     slowest = min(self._clocks[w] for w in in_use)
@@ -410,7 +399,7 @@ class Engine:
       # One that is away will join where the slowest is.
       if other not in in_use:
         self._clocks[other] = max(self._clocks[other], slowest)
-    return self._clocks[worker] - slowest <= self._options.max_staleness
+    return self._clocks[worker] - slowest <= self.options.max_staleness
 
   def conclude(self, task: StepTask) -> None:
     """Takes a task whose results are there; applies its update if that is complete."""
@@ -419,7 +408,8 @@ class Engine:
       self.pool.wait_for_connections()
       # A step that failed may be begun again, so its late shares must not count.
       has_failed = task.attempt != self.pool.attempt
-      if update.is_complete or (update.powers is not None and has_failed):
+      shares_rows = update.function.powers is not None
+      if update.is_complete or (shares_rows and has_failed):
         if task.has_data:
           self.release(task)
         return
@@ -520,12 +510,14 @@ class Engine:
 
   def _function(self, step, layout):
     structure = layout.structure
-    shares_rows = not isinstance(self.powers(step, structure), str)
-    if shares_rows:
+    powers = self.powers(step, structure)
+    if isinstance(powers, str):
+      powers = None
+    else:
       # As when it was decided that workers may share them.
       structure = tf.nest.map_structure(_tf_internal.with_any_rows, structure)
     traced = traced_step.TracedStep(step.run, step.optimizers, structure)
-    return slots.WorkerFunction(traced, layout, shares_rows)
+    return slots.WorkerFunction(traced, layout, powers)
 
   def apply_function(
     self, update: Update, count: int
@@ -536,14 +528,7 @@ class Engine:
       return None
     return self._cached(
       (step, 'apply', function.layout.key, count),
-      lambda: slots.ApplyFunction(
-        step,
-        function.traced,
-        function.layout,
-        count,
-        update.powers,
-        self._in_replica,
-      ),
+      lambda: slots.ApplyFunction(step, function, count, self._in_replica),
     )
 
   def take_slots(self, layout: slots.SlotLayout) -> slots.Slots:

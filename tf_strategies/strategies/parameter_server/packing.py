@@ -39,32 +39,32 @@ class Packing:
 
   def __init__(self, specs: Sequence[tf.TensorSpec]):
     self._specs = specs
-    are_small = [is_small(spec.shape, spec.dtype) for spec in specs]
-    self._together = [i for i, small in enumerate(are_small) if small]
-    self._alone = [i for i, small in enumerate(are_small) if not small]
-    self._sizes = [
-      specs[i].shape.num_elements() * specs[i].dtype.size
-      for i in self._together
-    ]
+    # Bytes of the small ones, by index.
+    self._sizes = {
+      i: spec.shape.num_elements() * spec.dtype.size
+      for i, spec in enumerate(specs)
+      if is_small(spec.shape, spec.dtype)
+    }
+    self._alone = [i for i in range(len(specs)) if i not in self._sizes]
     self.specs = [specs[i] for i in self._alone]
-    if self._together:
-      self.specs.append(tf.TensorSpec([sum(self._sizes)], tf.uint8))
+    if self._sizes:
+      self.specs.append(tf.TensorSpec([sum(self._sizes.values())], tf.uint8))
 
   def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the messages with these tensors."""
     messages = [tensors[i] for i in self._alone]
-    if self._together:
+    if self._sizes:
       messages.append(
-        tf.concat([_to_bytes(tensors[i]) for i in self._together], 0)
+        tf.concat([_to_bytes(tensors[i]) for i in self._sizes], 0)
       )
     return messages
 
   def unpack(self, messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors that `pack` was given."""
     found = dict(zip(self._alone, messages, strict=False))
-    if self._together:
-      parts = tf.split(messages[-1], self._sizes)
-      for i, part in zip(self._together, parts, strict=True):
+    if self._sizes:
+      parts = tf.split(messages[-1], [*self._sizes.values()])
+      for i, part in zip(self._sizes, parts, strict=True):
         found[i] = _from_bytes(part, self._specs[i])
     return [found[i] for i in range(len(found))]
 

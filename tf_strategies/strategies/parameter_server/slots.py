@@ -129,17 +129,18 @@ class Slots:
 class WorkerFunction:
   """Runs a traced step on copies of its variables, and fills slots.
 
-  If several tasks share the rows of a step, each says how many it has.
+  If several tasks share the rows of a step, each says how many it has. `powers` say
+  how to combine what they compute; None for tasks that share no rows.
   """
 
   def __init__(
     self,
     traced: traced_step.TracedStep,
     batch: batch_message.BatchLayout,
-    shares_rows: bool,
+    powers: traced_step.Powers | None,
   ):
-    self.traced, self._batch = traced, batch
-    self._shares_rows = shares_rows
+    self.traced, self.powers = traced, powers
+    self._batch = batch
     self.layout = SlotLayout(traced)
     self._function = traced_step.concrete(
       self._trace, batch.argument, *self.layout.handle_specs(1)
@@ -165,7 +166,7 @@ class WorkerFunction:
     if self.traced.outputs.are_numbers:
       tensors += outputs
       outputs = []
-    rows = batch_message.rows_of(batch) if self._shares_rows else 1
+    rows = batch_message.rows_of(batch) if self.powers else 1
     rows = tf.cast(rows, tf.float32)
     remaining = iter(handles)
     for server in self.layout.specs:
@@ -225,27 +226,22 @@ class ApplyFunction:
 
   Args:
     step: the step.
-    traced: as one of the tasks traced it.
-    layout: of the slots.
+    function: what each task computes.
     count: number of tasks.
-    powers: how to combine what several tasks computed from their rows.
     in_replica: makes a function run in the strategy's replica context.
   """
 
   def __init__(
     self,
     step,
-    traced: traced_step.TracedStep,
-    layout: SlotLayout,
+    function: WorkerFunction,
     count: int,
-    powers: traced_step.Powers | None,
     in_replica: Callable[[Callable], Callable],
   ):
-    self._step, self._traced, self._layout = step, traced, layout
-    self._count, self._powers = count, powers
+    self._step, self._worker, self._count = step, function, count
     self._in_replica = in_replica
     self._function = traced_step.concrete(
-      self._trace, *layout.handle_specs(count)
+      self._trace, *function.layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> list[tf.Tensor]:
@@ -260,9 +256,10 @@ class ApplyFunction:
     tasks = [
       iter(handles[i * each : (i + 1) * each]) for i in range(self._count)
     ]
-    for server in self._layout.specs:
+    layout = self._worker.layout
+    for server in layout.specs:
       with tf.device(variables.server_device(server)):
-        read = [self._layout.take(server, slots) for slots in tasks]
+        read = [layout.take(server, slots) for slots in tasks]
         weights = _weights([rows for _, rows in read])
         for index in read[0][0]:
           parts[index] = [found[index] for found, _ in read], weights
@@ -278,11 +275,10 @@ class ApplyFunction:
       return packed.unpack(list(map(tf.identity, messages)))
 
   def _apply(self, parts):
-    outputs, powers = self._traced.outputs, self._powers
+    traced, powers = self._worker.traced, self._worker.powers
     of_gradients = iter(powers.gradients if powers else ())
-    written_before = self._traced.written_before()
     for (optimizer, gradients, targets, _), written in zip(
-      self._traced.calls, written_before, strict=True
+      traced.calls, traced.written_before(), strict=True
     ):
       combined = []
       for gradient in gradients:
@@ -300,13 +296,13 @@ class ApplyFunction:
         lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
       )(None)
       _check_reads(optimizer, written)
-    for write in self._traced.writes:
+    for write in traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0
       for part in write.variable.parts * write.num_tensors:
         with tf.device(part.device):
           value = _combined(*next(parts), power)
           part.write_directly(value, adds=write.adds)
-    if not outputs.are_numbers:
+    if not traced.outputs.are_numbers:
       return []
     if self._step.results is not None:
       return list(
