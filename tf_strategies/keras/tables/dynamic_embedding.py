@@ -265,7 +265,7 @@ class DynamicEmbedding(keras.layers.Layer):
 
   def call(self, inputs):
     """Returns the rows of ids of any shape. Ids may be ragged or sparse."""
-    rows = _keras_internal.rows_of(inputs, self._to_ids, self._read)
+    rows = _keras_internal.rows_of(inputs, self._to_ids, self._table.read)
     return tf.cast(rows, self.compute_dtype)
 
   def _to_ids(self, inputs):
@@ -276,13 +276,6 @@ class DynamicEmbedding(keras.layers.Layer):
       "declare the input as keras.Input(shape, dtype='int64')",
     )
     return tf.cast(inputs, tf.int64)
-
-  def _read(self, ids):
-    rows = self._table.read(tf.reshape(ids, [-1]))
-    shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
-    rows = tf.reshape(rows, shape)
-    rows.set_shape([*ids.shape, self.output_dim])
-    return rows
 
   def compute_output_shape(self, input_shape):
     """Returns the shape of the ids with one more dimension."""

@@ -83,7 +83,8 @@ class TableShard:
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns rows [n, width] of ids [n]; stores nothing."""
-    rows, _ = self._find(ids)
+    with tf.device(self.device):
+      rows, _ = self._find(ids)
     return rows
 
   def _find(self, ids):
@@ -275,15 +276,8 @@ class RowTable:
   # Steps.
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows of ids [n]. Gradient tapes record a read of the variable."""
-    variable = self.variable.value
-    with _tf_internal.stop_recording():
-      rows = self._read(ids)
-    _tf_internal.record_read(variable, rows, lambda dy: self._gradient(dy, ids))
-    return rows
-
-  def _gradient(self, dy, ids):
-    return tf.IndexedSlices(dy, ids, tf.constant([1, self._width], tf.int64))
+    """Returns the rows of ids. Gradient tapes record a read of the variable."""
+    return row_updates.look_up(self.variable.value, ids, self._read)
 
   def _read(self, ids):
     if tf.executing_eagerly():
@@ -291,23 +285,12 @@ class RowTable:
     return self._read_shards(ids)
 
   def _read_shards(self, ids):
-    ids, places = tf.unique(ids)
-    owner = self.owner(ids)
-    positions = self._split(tf.range(tf.size(ids)), owner)
-    rows = []
-    for shard, part in zip(self.shards, self._split(ids, owner), strict=True):
-      with tf.device(shard.device):
-        rows.append(shard.read(part))
-    rows = tf.dynamic_stitch(positions, rows)
-    rows.set_shape([None, self._width])
-    return tf.gather(rows, places)
+    reads = [shard.read for shard in self.shards]
+    return row_updates.gather(ids, self.owner(ids), reads)
 
   def owner(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns the number of the shard of each id."""
     return dynamic_embedding.owner(ids, len(self.shards))
-
-  def _split(self, values, owner):
-    return tf.dynamic_partition(values, owner, len(self.shards))
 
   def update(
     self,
@@ -344,11 +327,9 @@ class RowTable:
     if row_updates.takes_sums(optimizer):
       # Sums equal rows before they are sent.
       gradient = row_updates.summed(gradient)
-    owner = self.owner(gradient.indices)
-    split = (
-      self._split(each, owner) for each in (gradient.indices, gradient.values)
-    )
-    for shard, ids, values in zip(self.shards, *split, strict=True):
+    ids, values = gradient.indices, gradient.values
+    divided = row_updates.divide(self.owner(ids), len(self.shards), ids, values)
+    for shard, (ids, values) in zip(self.shards, divided, strict=True):
       with tf.device(shard.device), shard.locked() as written:
         step = keras.ops.cast(optimizer.iterations, 'float32')
         found = shard.updated(ids, values, step, rule, initial)

@@ -1,13 +1,69 @@
-"""Decides which updates of a table can be made row by row, and makes them."""
+"""Reads rows of tables, and makes the updates that can be made row by row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, _tf_internal
 from tf_strategies.keras import optimizer_wrapper
+
+
+def look_up(
+  variable: tf.Variable,
+  indices: tf.Tensor,
+  read: Callable[[tf.Tensor], tf.Tensor],
+  is_once: bool = True,
+) -> tf.Tensor:
+  """Gathers rows as `tf.gather(variable, indices)`; `read` gets them from elsewhere.
+
+  If `is_once`, a row with several indices is read once. The gradient keeps the indices
+  apart as on one device, since most of Keras's optimizers treat two gradients
+  differently from their sum.
+  """
+  indices = tf.convert_to_tensor(indices)
+  with _tf_internal.stop_recording():
+    if is_once:
+      found, places = tf.unique(tf.reshape(indices, [-1]))
+      value = tf.gather(read(found), tf.reshape(places, tf.shape(indices)))
+      value.set_shape(indices.shape.concatenate(variable.shape[1:]))
+    else:
+      value = read(indices)
+  _tf_internal.record_read(
+    variable, value, lambda dy: _gradient_of_rows(variable, dy, indices)
+  )
+  return value
+
+
+def _gradient_of_rows(variable, dy, indices):
+  return tf.IndexedSlices(
+    tf.reshape(dy, [-1, *variable.shape[1:].as_list()]),
+    tf.reshape(indices, [-1]),
+    tf.constant(variable.shape.as_list(), indices.dtype),
+  )
+
+
+def divide(
+  owner: tf.Tensor, count: int, *tensors: tf.Tensor
+) -> Iterator[tuple[tf.Tensor, ...]]:
+  """Yields those rows of some tensors that each of `count` parts of a table owns."""
+  divided = [tf.dynamic_partition(each, owner, count) for each in tensors]
+  return zip(*divided, strict=True)
+
+
+def gather(
+  ids: tf.Tensor,
+  owner: tf.Tensor,
+  reads: Sequence[Callable[[tf.Tensor], tf.Tensor]],
+) -> tf.Tensor:
+  """Returns the rows of ids [n], each as the part that owns it reads it."""
+  divided = divide(owner, len(reads), ids, tf.range(tf.size(ids)))
+  found, places = [], []
+  for read, (mine, at) in zip(reads, divided, strict=True):
+    found.append(read(mine))
+    places.append(at)
+  return tf.dynamic_stitch(places, found)
 
 
 def summed(gradient: Any) -> Any:

@@ -12,7 +12,11 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.checkpoint import model_state
-from tf_strategies.keras.tables import dynamic_embedding, row_table
+from tf_strategies.keras.tables import (
+  dynamic_embedding,
+  row_table,
+  row_updates,
+)
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
@@ -84,7 +88,9 @@ def _is_whole() -> bool:
   return _tf_internal.traces_to_save() or traced_step.current() is not None
 
 
-class PartitionedVariable(_tf_internal.BaseResourceVariable):
+class PartitionedVariable(
+  variables.OnServers, _tf_internal.BaseResourceVariable
+):
   """One variable to Keras and to checkpoints, several on the servers.
 
   It is cut along its first axis. Checkpoints and `numpy()` have it whole, so
@@ -147,24 +153,21 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if _is_whole():
       return super()._read_variable_op(no_copy)
     with _tf_internal.stop_recording():
-      if self._parts_are_hidden():
-        values = [p.read_directly() for p in self.parts]
-      else:
-        values = [p.read_value() for p in self.parts]
-      value = tf.concat(values, 0)
+      value = self._read(self.read_directly)
     _tf_internal.record_read(self, value, lambda dy: dy)
     return value
 
-  def _parts_are_hidden(self) -> bool:
-    """Returns whether a function is traced that tracks the variable alone.
+  # Keras exports what a function tracks, so no part is read as a variable.
 
-    Keras exports what a function tracks, so the parts would be saved as well.
-    """
-    if tf.executing_eagerly():
-      return False
-    for part in self.parts:
-      part.check_is_whole()
-    return True
+  def read_directly(self) -> tf.Tensor:
+    """Reads on the servers, now."""
+    return tf.concat([part.read_directly() for part in self.parts], 0)
+
+  def rows_directly(self, numbers: tf.Tensor) -> tf.Tensor:
+    """Reads each row on the server that has it."""
+    owner, numbers = self._places(numbers)
+    reads = [part.rows_directly for part in self.parts]
+    return row_updates.gather(numbers, owner, reads)
 
   def _write(self, method: str, value, *args, **kwargs):
     """Writes a variable that is whole, or each part with its rows of `value`."""
@@ -183,44 +186,11 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   assign_add = functools.partialmethod(_write, 'assign_add')
   assign_sub = functools.partialmethod(_write, 'assign_sub')
 
-  gives_rows = variables.gives_rows
-
-  def sparse_read(self, indices, name=None):
-    """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
-    trace = traced_step.current()
-    if _is_whole() and not (trace and trace.looks_up(self)):
-      return super().sparse_read(indices, name)
-    if trace is not None and trace.are_rows_known:
-      # That rows of the batch are looked up is all there is to see.
-      return variables.look_up(self, indices, self.parts[0].rows_directly)
-    return variables.look_up(self, indices, self._gather)
-
-  def _gather(self, indices):
-    """Gathers each row on the server that has it."""
-    flat = tf.reshape(indices, [-1])
-    is_hidden = self._parts_are_hidden()
-    positions, found = [], []
-    for part, rows, of_part in self._divide(flat, tf.range(tf.size(flat))):
-      read = part.rows_directly if is_hidden else part.sparse_read
-      found.append(read(rows))
-      positions.append(of_part)
-    value = tf.dynamic_stitch(positions, found)
-    inner = self.shape[1:].as_list()
-    value = tf.reshape(value, tf.concat([tf.shape(indices), inner], 0))
-    value.set_shape(indices.shape.concatenate(inner))
-    return value
-
-  def _divide(self, rows, values):
-    """Yields each part, the numbers there of its rows, and the values beside them."""
+  def _places(self, rows):
+    """Returns the part of each row, and its number there."""
     starts = tf.constant(self.offsets, rows.dtype)
     owner = tf.cast(tf.searchsorted(starts, rows, side='right'), tf.int32) - 1
-    count = len(self.parts)
-    return zip(
-      self.parts,
-      tf.dynamic_partition(rows - tf.gather(starts, owner), owner, count),
-      tf.dynamic_partition(values, owner, count),
-      strict=True,
-    )
+    return owner, rows - tf.gather(starts, owner)
 
   def split(self, value: Any) -> Sequence[Any]:
     """Returns an argument of an update for each part, by rows if it has the same."""
@@ -230,11 +200,14 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if isinstance(whole, PartitionedVariable):
       return whole.parts
     if isinstance(value, tf.IndexedSlices):
+      owner, numbers = self._places(value.indices)
+      count = len(self.parts)
+      divided = row_updates.divide(owner, count, numbers, value.values)
       return [
         tf.IndexedSlices(
           values, rows, tf.constant(part.shape.as_list(), rows.dtype)
         )
-        for part, rows, values in self._divide(value.indices, value.values)
+        for part, (rows, values) in zip(self.parts, divided, strict=True)
       ]
     if tf.is_tensor(value) and tuple(value.shape) == tuple(self.shape):
       return tf.split(value, self.sizes)
@@ -372,13 +345,20 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
 
-  def _read_shards(self, ids):
+  def read(self, ids):
+    """Returns the rows of ids."""
     trace = traced_step.current()
-    if trace is not None and trace.are_rows_known:
-      # The check whether workers may share rows needs operations that it knows. In
-      # these each row follows from its id alone.
-      return tf.cast(ids, tf.float32)[:, None] * tf.zeros([1, self._width])
-    return super()._read_shards(ids)
+    if trace is None or not trace.are_rows_known:
+      return super().read(ids)
+    # The check whether workers may share rows needs operations that it knows. In
+    # these each row follows from its id alone.
+    zeros = tf.zeros([self._width])
+    return row_updates.look_up(
+      self.variable.value,
+      ids,
+      lambda ids: tf.expand_dims(tf.cast(ids, tf.float32), -1) * zeros,
+      is_once=False,
+    )
 
   def update(self, optimizer, gradient, learning_rate):
     """Updates rows as `RowTable.update`; not in a step on a worker."""

@@ -301,7 +301,8 @@ class ApplyFunction:
       for part in write.variable.parts * write.num_tensors:
         with tf.device(part.device):
           value = _combined(*next(parts), power)
-          part.write_directly(value, adds=write.adds)
+          assign = part.assign_add if write.adds else part.assign
+          assign(value, read_value=False)
     if not traced.outputs.are_numbers:
       return []
     if self._step.results is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import traced_step
 
 
@@ -100,23 +101,54 @@ def _is_read(variable: tf.Variable, tensor: tf.Tensor) -> bool:
   return read.inputs[0] is handle and not _is_older(read)
 
 
-def _gives_rows(variable: tf.Variable) -> bool:
-  trace = traced_step.current()
-  if trace is None:
-    return tf.executing_eagerly()
-  return trace.looks_up(variable)
+class OnServers:
+  """Reads of a variable on one server, or in parts on several.
+
+  The coordinator's own reads are `drained`: they wait until all scheduled steps are
+  done, so that they see the results.
+
+  Attributes:
+    parts: the variables that it consists of; itself if it is on one server.
+  """
+
+  parts: tuple[ServerVariable, ...]
+
+  @property
+  def gives_rows(self) -> bool:
+    """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
+    trace = traced_step.current()
+    if trace is None:
+      return tf.executing_eagerly()
+    return trace.looks_up(self)
+
+  def sparse_read(self, indices, name=None):
+    """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
+    trace = traced_step.current()
+    if trace is None:
+      is_divided = len(self.parts) > 1 and not _tf_internal.traces_to_save()
+    else:
+      is_divided = trace.looks_up(self)
+    if not is_divided:
+      return self._read(super().sparse_read, indices, name)
+    # That rows of the batch are looked up may be all there is to see.
+    is_once = trace is None or not trace.are_rows_known
+    rows = (self if is_once else self.parts[0]).rows_directly
+    read = functools.partial(self._read, rows)
+    return row_updates.look_up(self, indices, read, is_once)
+
+  def _read(self, read: Callable[..., tf.Tensor], *args) -> tf.Tensor:
+    for part in self.parts:
+      part.check_is_whole()
+    if not tf.executing_eagerly():
+      return read(*args)
+    return self.parts[0].drained(lambda: _fetched(read(*args)))
 
 
-# Whether Keras is to look rows up by `tf.gather` of a variable itself.
-gives_rows = property(_gives_rows)
-
-
-class ServerVariable(_tf_internal.ResourceVariable):
+class ServerVariable(OnServers, _tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
   In a graph, `assign(self + delta)` becomes an atomic addition. The coordinator's own
-  reads and writes are `drained`: they wait until all scheduled steps are done, so that
-  they see the results. `on_write` is called before a write.
+  writes are `drained` too. `on_write` is called before a write.
 
   A variable that is lost with its server is zero until it is assigned. It cannot be
   read meanwhile: no step that reads it can be traced, and steps that were traced
@@ -140,7 +172,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     # Whether the variable is never written, and its value has no meaning, as
     # for a row table.
     self.stays_zero = False
-    self._drained, self._on_write = drained, on_write
+    self.drained, self._on_write = drained, on_write
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
     traced_step.register(self, self.handle)
@@ -196,24 +228,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
       resource=self.handle, indices=numbers, dtype=self.dtype
     )
 
-  def _write_drained(self, write):
-    """Writes for the coordinator, after the steps that it has scheduled."""
-
-    def write_now():
-      self._on_write()
-      self.is_lost = False
-      return write()
-
-    return self._drained(write_now)
-
   def read_directly(self) -> tf.Tensor:
     """Reads on the server, now."""
     return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
-
-  def write_directly(self, value, adds: bool) -> tf.Operation:
-    """Assigns a value, or adds it, on the server."""
-    write = super().assign_add if adds else super().assign
-    return write(value, read_value=False)
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
@@ -224,37 +241,26 @@ class ServerVariable(_tf_internal.ResourceVariable):
     )
 
   def _write(self, write: Callable[[], Any]) -> Any:
-    if tf.executing_eagerly():
-      return self._write_drained(write)
-    for key in [k for k in _updating.copies or () if k[0] == id(self)]:
-      del _updating.copies[key]
-    return write()
+    if not tf.executing_eagerly():
+      for key in [k for k in _updating.copies or () if k[0] == id(self)]:
+        del _updating.copies[key]
+      return write()
+
+    def write_now():
+      self._on_write()
+      self.is_lost = False
+      return write()
+
+    return self.drained(write_now)
 
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
     restore = super()._restore_from_tensors
-    write = functools.partial(restore, restored_tensors)
-    return self._write_drained(write) if tf.executing_eagerly() else write()
-
-  gives_rows = gives_rows
-
-  def sparse_read(self, indices, name=None):
-    """Gathers rows as `tf.gather`, on the server; each row is sent once."""
-    trace = traced_step.current()
-    if trace is None or not trace.looks_up(self):
-      return self._read(super().sparse_read, indices, name)
-    self.check_is_whole()
-    return look_up(self, indices, super().sparse_read)
+    return self._write(functools.partial(restore, restored_tensors))
 
   def gather_nd(self, indices, name=None):
     """Gathers as `tf.gather_nd`, on the server."""
     return self._read(super().gather_nd, indices, name)
-
-  def _read(self, read: Callable[..., tf.Tensor], *args) -> tf.Tensor:
-    self.check_is_whole()
-    if not tf.executing_eagerly():
-      return read(*args)
-    return self._drained(lambda: _fetched(read(*args)))
 
   def is_alive(self) -> bool:
     """Returns whether the process that holds the variable is the one it was made in."""
@@ -301,40 +307,6 @@ def zeros_on(
     zeros = tf.fill(*arguments)
   with tf.device(device):
     return _tf_internal.ResourceVariable(zeros, trainable=False, **options)
-
-
-def look_up(
-  variable: tf.Variable,
-  indices: tf.Tensor,
-  read: Callable[[tf.Tensor], tf.Tensor],
-) -> tf.Tensor:
-  """Gathers rows as `tf.gather(variable, indices)`; `read` gets them from servers.
-
-  In a step, a row with several indices is sent once. The gradient keeps the indices
-  apart as on one device, since most of Keras's optimizers treat two gradients
-  differently from their sum.
-  """
-  indices = tf.convert_to_tensor(indices)
-  trace = traced_step.current()
-  with _tf_internal.stop_recording():
-    if trace is not None and not trace.are_rows_known:
-      found, places = tf.unique(tf.reshape(indices, [-1]))
-      value = tf.gather(read(found), tf.reshape(places, tf.shape(indices)))
-      value.set_shape(indices.shape.concatenate(variable.shape[1:]))
-    else:
-      value = read(indices)
-  _tf_internal.record_read(
-    variable, value, lambda dy: _gradient_of_rows(variable, dy, indices)
-  )
-  return value
-
-
-def _gradient_of_rows(variable, dy, indices):
-  return tf.IndexedSlices(
-    tf.reshape(dy, [-1, *variable.shape[1:].as_list()]),
-    tf.reshape(indices, [-1]),
-    tf.constant(variable.shape.as_list(), indices.dtype),
-  )
 
 
 def _fetched(value: tf.Tensor) -> tf.Tensor:
