@@ -164,16 +164,15 @@ class TableTest(tf.test.TestCase):
       time.sleep(0.002)
       return rows
 
-    def rule(rows, slots, gradient):
-      rows = tf.reshape(tf.numpy_function(slowly, [rows], tf.float32), [-1, 1])
-      return rows + tf.convert_to_tensor(gradient), slots
+    def rule(state, gradient):
+      [rows] = state.values()
+      rows.assign(tf.numpy_function(slowly, [rows.tensor], tf.float32))
+      rows.assign_add(gradient)
 
     @tf.function(autograph=False)
     def update():
       ids, one = tf.constant([7], tf.int64), tf.ones([1, 1])
-      with shard.locked() as written:
-        found = shard.updated(ids, one, tf.constant(0.0), rule, {})
-        written += shard.store(*found)
+      shard.update(ids, one, tf.constant(0.0), rule, {})
 
     update.get_concrete_function()
     with futures.ThreadPoolExecutor(4) as pool:

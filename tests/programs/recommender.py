@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from tests.programs import common
-from tf_strategies.strategies.parameter_server import slots, variables
+from tf_strategies.keras.tables import row_updates
+from tf_strategies.strategies.parameter_server import slots
 
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer
@@ -115,9 +116,13 @@ def _without_repeated(variable, dy, indices):
   return _gradient(variable, dy * is_first[..., None], indices)
 
 
-_gradient = variables._gradient_of_rows
+_gradient = row_updates._gradient_of_rows
 _MUTATIONS = {
-  'repeated_rows_are_lost': (variables, '_gradient_of_rows', _without_repeated),
+  'repeated_rows_are_lost': (
+    row_updates,
+    '_gradient_of_rows',
+    _without_repeated,
+  ),
   'shares_count_alike': (
     slots,
     '_weights',

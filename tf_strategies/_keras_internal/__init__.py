@@ -30,16 +30,16 @@ from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
 from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
+  RowValues,
   chain,
+  in_place_of,
   replace_update,
-  replaced_update,
   rows_of,
   see_gradients,
   seen_as_part,
   seen_as_rows,
   slots_of,
   table_of,
-  update_rows,
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   LENGTH_OF_FIT,

@@ -92,9 +92,6 @@ steps.change(
 class _Rows:
   """Some rows that an update uses like a variable. Subclasses define where they are."""
 
-  def __init__(self, key: str):
-    self._unique_id = key  # An optimizer finds its slots by this key.
-
   def __tf_tensor__(self, dtype=None, name=None):
     return tf.convert_to_tensor(self._value(), dtype, name=name)
 
@@ -119,8 +116,7 @@ class Rows(_Rows):
   Each row occurs once, unless an update only adds to the rows.
   """
 
-  def __init__(self, variable: tf.Variable, rows: tf.Tensor, key: str = ''):
-    super().__init__(key)
+  def __init__(self, variable: tf.Variable, rows: tf.Tensor):
     self._variable, self._rows = variable, rows
     self.dtype = variable.dtype
     self.shape = rows.shape.concatenate(variable.shape[1:])
@@ -164,8 +160,7 @@ class Rows(_Rows):
 class RowValues(_Rows):
   """Rows that are not in a variable. An update changes `tensor`."""
 
-  def __init__(self, tensor: tf.Tensor, key: str = ''):
-    super().__init__(key)
+  def __init__(self, tensor: tf.Tensor):
     self.tensor = tensor
     self.dtype, self.shape = tensor.dtype, tensor.shape
 
@@ -219,23 +214,25 @@ def seen_as_part(slots: Sequence[keras.Variable], part: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_place_of_slots(
-  optimizer: keras.optimizers.Optimizer,
+def in_place_of(
   variable: tf.Variable,
-  rows: Mapping[str, _Rows],
-) -> Iterator[str]:
-  """Replaces an optimizer's slots by rows, by attribute, and yields their key."""
+  optimizer: keras.optimizers.Optimizer,
+  rows: _Rows,
+  slots: Mapping[str, _Rows],
+) -> Iterator[None]:
+  """Makes an optimizer take rows for a variable, and for its slots, by attribute."""
+  rows._unique_id = optimizer._var_key(variable)  # By which it finds its slots.
   index = optimizer._get_variable_index(variable)
-  before = {name: vars(optimizer)[name] for name in rows}
-  for name, found in rows.items():
-    slots = before[name]
-    mine = [*slots[:index], found, *slots[index + 1 :]]
+  before = {name: vars(optimizer)[name] for name in slots}
+  for name, found in slots.items():
+    all_slots = before[name]
+    mine = [*all_slots[:index], found, *all_slots[index + 1 :]]
     object.__setattr__(optimizer, name, mine)
   try:
-    yield optimizer._var_key(variable)
+    yield
   finally:
-    for name, slots in before.items():
-      object.__setattr__(optimizer, name, slots)
+    for name, all_slots in before.items():
+      object.__setattr__(optimizer, name, all_slots)
 
 
 @contextlib.contextmanager
@@ -248,8 +245,9 @@ def seen_as_rows(
     for name, slot in slots_of(updating, variable).items()
     if slot.value.shape == variable.shape
   }
-  with in_place_of_slots(updating, variable, slots) as key:
-    yield Rows(variable, rows, key)
+  seen = Rows(variable, rows)
+  with in_place_of(variable, updating, seen, slots):
+    yield seen
 
 
 def replace_update(
@@ -257,11 +255,6 @@ def replace_update(
 ) -> None:
   """Makes an optimizer call `update(optimizer, gradient, variable, learning_rate)`."""
   object.__setattr__(of, 'update_step', functools.partial(update, of))
-
-
-def replaced_update(of: keras.optimizers.Optimizer) -> Callable | None:
-  """Returns the function that `replace_update` stored for an optimizer."""
-  return getattr(vars(of).get('update_step'), 'func', None)
 
 
 # Optimizers that update each element from that element and its state alone.
@@ -369,31 +362,6 @@ steps.change(
   _build_for_tables,
   'the rows of a DynamicEmbedding are in no variable',
 )
-
-
-def update_rows(
-  optimizer: keras.optimizers.Optimizer,
-  of: keras.Variable,
-  tensor: tf.Tensor,
-  slots: Mapping[str, tf.Tensor],
-  gradient: tf.IndexedSlices,
-  learning_rate: Any,
-) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """Returns the updated rows, and the updated state by attribute.
-
-  Args:
-    optimizer: the optimizer whose rule is used.
-    of: the variable that represents the rows.
-    tensor: the rows.
-    slots: state of the rows.
-    gradient: gradient, with the same number of rows.
-    learning_rate: learning rate of this step.
-  """
-  state = {name: RowValues(value) for name, value in slots.items()}
-  with in_place_of_slots(optimizer, of, state) as key:
-    variable = RowValues(tensor, key)
-    optimizer.update_step(gradient, variable, learning_rate)
-  return variable.tensor, {name: each.tensor for name, each in state.items()}
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:

@@ -418,7 +418,6 @@ _OVERRIDDEN = {
     '_create_variable(next_creator, kwargs)',
     '_in_multi_worker_mode()',
     '_update(var, fn, args, kwargs, group)',
-    '_validate_colocate_with_variable(colocate_with_variable)',
   ),
   BaseResourceVariable: (
     '_read_variable_op(no_copy)',

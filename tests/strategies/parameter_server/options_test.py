@@ -131,16 +131,14 @@ class PlacementTest(parameterized.TestCase):
     found = extended.Placement(n)
     loads = [0] * n
     for size in sizes:
-      loads[found.place(size)] += size
+      loads[found.place([size], tf.uint8)] += size
     self.assertEqual(found.load, loads)
     self.assertLessEqual(max(loads), sum(sizes) / n + max(sizes, default=0))
 
   def test_scalars_are_always_on_server_0(self):
     found = extended.Placement(3)
-    found.place(10**6)
-    self.assertEqual(
-      [found.place(8, is_scalar=True) for _ in range(4)], [0] * 4
-    )
+    found.place([10**6], tf.uint8)
+    self.assertEqual([found.place([], tf.float64) for _ in range(4)], [0] * 4)
     self.assertEqual(found.load, [10**6 + 32, 0, 0])
 
 

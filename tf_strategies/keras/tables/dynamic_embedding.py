@@ -345,7 +345,7 @@ class DynamicEmbedding(keras.layers.Layer):
     """Saves all rows and the optimizer's state of them."""
     table = self._built_table()
     for column in [*table.columns(), *table.slot_columns()]:
-      store[column.path.split('/')[-1]] = column.numpy()
+      store[column.key] = column.numpy()
 
   def load_own_variables(self, store):
     """Loads what `save_own_variables` saved."""
@@ -357,7 +357,7 @@ class DynamicEmbedding(keras.layers.Layer):
       )
     names = sorted(set(store.keys()) - {'ids', 'rows'})
     for column in [*table.columns(), *table.load_slots(names)]:
-      column.assign(store[column.path.split('/')[-1]])
+      column.assign(store[column.key])
 
   def get_config(self):
     """Returns the configuration of the layer, without its rows."""

@@ -9,10 +9,9 @@ memory of one process.
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -29,8 +28,8 @@ _USAGE = 2
 # Keys of the columns of a table, besides its slots.
 IDS, ROWS = 'ids', 'rows'
 
-# Takes rows, slots by name, and the gradient of the rows; returns new rows and slots.
-_Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
+# Updates rows and slots, by column, with the gradient of the rows.
+_Rule = Callable[[dict[str, Any], tf.IndexedSlices], None]
 
 
 class TableShard:
@@ -100,49 +99,44 @@ class TableShard:
     found = tf.ensure_shape(found, [None, self._length(column)])
     return found[:, : self._width], found[:, self._width :]
 
-  def updated(
+  def update(
     self,
     ids: tf.Tensor,
     gradients: tf.Tensor,
     step: tf.Tensor,
     rule: _Rule,
     initial_slots: dict[str, tf.Tensor],
+  ) -> None:
+    """Applies gradients [n, width] to the rows of ids [n], which may repeat."""
+    with tf.device(self.device):
+      lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+      with tf.control_dependencies([lock]):
+        written = self.store(
+          *self.updated(ids, gradients, step, rule, initial_slots)
+        )
+      with tf.control_dependencies(written):
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+  def updated(
+    self, ids, gradients, step, rule, initial_slots
   ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Applies gradients [n, width] to the rows of ids [n], which may repeat.
-
-    The caller must `store` the result before it reads other rows, and hold the
-    lock (`locked`) for both.
-
-    Returns:
-      The ids without repetition, and the values for `store`.
-    """
+    """Returns the ids without repetition, and their new values for `store`."""
     ids, places = tf.unique(ids, tf.int64)
     shape = tf.stack([tf.size(ids, tf.int64), self._width])
     rows, usage = self._find(ids)
-    slots = {}
+    uses = usage[:, _USES] + 1.0
+    beside = {ROWS: tf.stack([uses, tf.fill(tf.shape(uses), step)], 1)}
+    state = {ROWS: _keras_internal.RowValues(rows)}
     for name, initial in initial_slots.items():
       values, is_there = self._lookup(name, ids)
-      slots[name] = tf.where(is_there > 0, values, initial)
-    gradient = tf.IndexedSlices(gradients, places, shape)
-    rows, slots = rule(rows, slots, gradient)
-    uses = usage[:, _USES] + 1.0
-    steps = tf.fill(tf.shape(uses), step)
-    usage = tf.stack([uses, steps], 1)
-    is_there = tf.ones_like(uses)[:, None]
-    values = {ROWS: tf.concat([rows, usage], 1)}
-    for name, slot in slots.items():
-      values[name] = tf.concat([slot, is_there], 1)
-    return ids, values
-
-  @contextlib.contextmanager
-  def locked(self) -> Iterator[list[tf.Operation]]:
-    """Holds the lock until the operations that the body adds to the list have run."""
-    lock = tf.raw_ops.MutexLock(mutex=self._mutex)
-    written = []
-    with tf.control_dependencies([lock]):
-      yield written
-    with tf.control_dependencies(written):
-      tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+      values = tf.where(is_there > 0, values, initial)
+      state[name] = _keras_internal.RowValues(values)
+      beside[name] = tf.ones_like(is_there)
+    rule(state, tf.IndexedSlices(gradients, places, shape))
+    return ids, {
+      name: tf.concat([each.tensor, beside[name]], 1)
+      for name, each in state.items()
+    }
 
   @property
   def tracked(self) -> Any:
@@ -310,30 +304,23 @@ class RowTable:
     names = {a: row_updates.slot_name(optimizer, a) for a in slots}
     initial = {names[a]: self._value_of_new(v) for a, v in slots.items()}
 
-    def rule(rows, states, gradient):
+    def rule(state, gradient):
       if row_updates.is_lazy(optimizer):
         # The rule gets exactly the rows of the gradient.
         gradient = tf.convert_to_tensor(gradient)
-      rows, states = _keras_internal.update_rows(
-        optimizer,
-        self.variable,
-        rows,
-        {a: states[name] for a, name in names.items()},
-        gradient,
-        learning_rate,
-      )
-      return rows, {names[a]: s for a, s in states.items()}
+      rows = state[ROWS]
+      own = {attribute: state[name] for attribute, name in names.items()}
+      with _keras_internal.in_place_of(self.variable, optimizer, rows, own):
+        optimizer.update_step(gradient, rows, learning_rate)
 
     if row_updates.takes_sums(optimizer):
       # Sums equal rows before they are sent.
       gradient = row_updates.summed(gradient)
     ids, values = gradient.indices, gradient.values
     divided = row_updates.divide(self.owner(ids), len(self.shards), ids, values)
+    step = keras.ops.cast(optimizer.iterations, 'float32')
     for shard, (ids, values) in zip(self.shards, divided, strict=True):
-      with tf.device(shard.device), shard.locked() as written:
-        step = keras.ops.cast(optimizer.iterations, 'float32')
-        found = shard.updated(ids, values, step, rule, initial)
-        written += shard.store(*found)
+      shard.update(ids, values, step, rule, initial)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Creates the slots of an optimizer, and drops the slots of an earlier one."""

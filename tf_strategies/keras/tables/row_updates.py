@@ -93,10 +93,7 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 def is_lazy(optimizer) -> bool:
   """Returns whether an optimizer updates only the rows that a gradient has."""
-  return (
-    optimizer is not None
-    and _keras_internal.replaced_update(optimizer) is update_lazily
-  )
+  return 'update_step' in vars(optimizer)  # Which `LazyRows` replaces.
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
@@ -111,17 +108,15 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
     for each in chain
   ):
     return False
-  last = chain[-1] if chain else None
-  return isinstance(last, keras.optimizers.SGD) or is_lazy(last)
+  return isinstance(chain[-1], keras.optimizers.SGD) or is_lazy(chain[-1])
 
 
-def by_rows(update: Callable) -> Callable:
+def by_rows(optimizer: Any, update: Callable) -> Callable:
   """Returns Keras's update of a variable, restricted to rows that change.
 
   Under plain SGD and Adagrad, rows without a gradient do not change. Keras
   skips them under SGD, but computes all rows under Adagrad.
   """
-  optimizer = _keras_internal.optimizer_of(update)
   if not _stays_without_gradient(optimizer):
     return update
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ _ARGUMENTS = (
   'aggregation',
   'shape',
   'validate_shape',
+  'distribute_strategy',
   'experimental_enable_variable_lifting',
 )
 
@@ -56,16 +57,15 @@ class Placement:
   def __init__(self, num_servers: int):
     self.load = [0] * num_servers
 
-  def place(self, num_bytes: int, is_scalar: bool = False) -> int:
-    """Returns the server of a new variable. O(servers)."""
-    filled = [load // SPREAD_BYTES for load in self.load]
-    server = 0 if is_scalar else filled.index(min(filled))
-    self.add(server, num_bytes)
+  def place(
+    self, shape: Sequence[int], dtype: tf.DType, server: int | None = None
+  ) -> int:
+    """Returns the server of a new variable; `server` if it must be there. O(servers)."""
+    if server is None:
+      filled = [load // SPREAD_BYTES for load in self.load]
+      server = filled.index(min(filled)) if shape else 0
+    self.load[server] += math.prod(shape) * dtype.size
     return server
-
-  def add(self, server: int, num_bytes: int) -> None:
-    """Counts a variable that must be where another one is."""
-    self.load[server] += num_bytes
 
 
 class ReplicaContext(_tf_internal.OneDeviceContext):
@@ -136,31 +136,23 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       return self._create_lifted(kwargs, is_loaded)
 
   def _create_lifted(self, kwargs, is_loaded):
-    reference = kwargs.get('colocate_with')
-    name = kwargs.get('name')
+    reference, name = kwargs.get('colocate_with'), kwargs.get('name')
     arguments = {k: kwargs[k] for k in _ARGUMENTS if kwargs.get(k) is not None}
     shape, dtype = _shape_and_dtype(arguments)
-    if isinstance(reference, partitioned.PartitionedVariable):
-      if shape == tuple(reference.shape):
-        servers = [p.server for p in reference.parts]
-        return self._create_parts(arguments, shape, reference.sizes, servers)
-      reference = reference.parts[0]
-    num_bytes = math.prod(shape) * dtype.size
-    if isinstance(reference, variables.ServerVariable):
-      server = reference.server
-      self.placement.add(server, num_bytes)
-    else:
+    servers = [part.server for part in getattr(reference, 'parts', ())]
+    if not servers:
       # The functions of a loaded model have one handle of each.
-      parts = 1 if is_loaded else self._num_parts(shape, dtype, name)
-      if parts > 1:
-        # As TensorFlow's 'div' strategy: ids of one part are consecutive.
-        sizes = schedule.chunk_sizes(shape[0], parts)
-        return self._create_parts(arguments, shape, sizes)
-      server = self.placement.place(num_bytes, is_scalar=not shape)
-    logging.debug('variable %s: %d bytes on ps %d', name, num_bytes, server)
-    return self._create_on(server, arguments)
+      count = 1 if is_loaded else self._num_parts(shape, dtype, name)
+      servers = [None] * count
+    elif shape != tuple(reference.shape):
+      servers = servers[:1]
+    if len(servers) > 1:
+      return self._create_parts(arguments, shape, dtype, servers)
+    server = self.placement.place(shape, dtype, *servers)
+    logging.debug('variable %s of shape %s on ps %d', name, shape, server)
+    return self._create_on(server, **arguments)
 
-  def _create_on(self, server: int, arguments) -> variables.ServerVariable:
+  def _create_on(self, server: int, **arguments) -> variables.ServerVariable:
     with _tf_internal.no_colocation():
       variable = variables.ServerVariable(
         server=server,
@@ -171,37 +163,26 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._registry[id(variable)] = variable
     return variable
 
-  def _create_parts(self, arguments, shape, sizes, servers=None):
+  def _create_parts(self, arguments, shape, dtype, servers):
     """A variable cut along its first axis, one part a server in turn."""
+    # As TensorFlow's 'div' strategy: ids of one part are consecutive.
+    sizes = schedule.chunk_sizes(shape[0], len(servers))
     value = arguments.pop('initial_value')
-    dtype = arguments['dtype'] = tf.as_dtype(
-      arguments.get('dtype') or value.dtype
-    )
     values = partitioned.initial_values(value, shape, dtype, sizes)
     name = arguments.pop('name', 'Variable')
-    of_whole = {
-      k: arguments.pop(k)
-      for k in ('trainable', 'constraint', 'aggregation', 'synchronization')
-      if k in arguments
-    }
-    arguments.pop('shape', None)
+    for of_parts in ('dtype', 'shape'):
+      arguments.pop(of_parts, None)
     parts = []
-    row_bytes = math.prod(shape[1:]) * dtype.size
-    for i, rows in enumerate(values):
-      num_bytes = sizes[i] * row_bytes
-      if servers is None:
-        server = self.placement.place(num_bytes)
-      else:
-        server = servers[i]
-        self.placement.add(server, num_bytes)
-      part = {
-        **arguments,
-        'initial_value': rows,
-        'name': f'{name}/part_{i}',
-        'trainable': False,
-      }
-      parts.append(self._create_on(server, part))
-    return partitioned.PartitionedVariable(parts, name, **of_whole)
+    for i, (size, rows) in enumerate(zip(sizes, values, strict=True)):
+      part = self._create_on(
+        self.placement.place((size, *shape[1:]), dtype, servers[i]),
+        initial_value=rows,
+        dtype=dtype,
+        name=f'{name}/part_{i}',
+        trainable=False,
+      )
+      parts.append(part)
+    return partitioned.PartitionedVariable(parts, name, **arguments)
 
   def make_row_table(self, variable, initial_rows) -> partitioned.ServerTable:
     """The rows of a `DynamicEmbedding`, on all servers."""
@@ -231,19 +212,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       )
     return min(int(found[0]), shape[0])
 
-  def _validate_colocate_with_variable(self, colocate_with_variable):
-    if not isinstance(
-      colocate_with_variable,
-      variables.ServerVariable | partitioned.PartitionedVariable,
-    ):
-      super()._validate_colocate_with_variable(colocate_with_variable)
-
-  def variable_created_in_scope(self, v) -> bool:
-    """Returns whether a variable is on the servers."""
-    return isinstance(
-      v, variables.ServerVariable | partitioned.PartitionedVariable
-    )
-
   def _in_multi_worker_mode(self):
     # TensorFlow's class answers by `_cluster_spec`, which is there for client
     # libraries only. True would wrap each batch of the one replica.
@@ -267,11 +235,11 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       # On the copies that the worker has.
       with _tf_internal.UpdateContext(None):
         return fn(var, *args, **kwargs)
+    optimizer = _keras_internal.optimizer_of(fn)
     if args and isinstance(args[0], tf.IndexedSlices):
-      fn = row_updates.by_rows(fn)
+      fn = row_updates.by_rows(optimizer, fn)
     in_parts = []
-    if isinstance(var, partitioned.PartitionedVariable):
-      optimizer = _keras_internal.optimizer_of(fn)
+    if len(var.parts) > 1:
       _check_updates_parts(optimizer, var.name)
       slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
       in_parts = [s for s in slots.values() if len(s.value.parts) > 1]

@@ -148,8 +148,8 @@ def _known(address: str) -> list[tuple]:
     return []
 
 
-def disconnect(peers: Collection[Peer]) -> int:
-  """Shuts down this process's TCP connections to some peers; counts them.
+def disconnect(peers: Collection[Peer]) -> None:
+  """Shuts down this process's TCP connections to some peers.
 
   Reads and writes on them fail at once; their owner closes them.
   """
@@ -157,7 +157,8 @@ def disconnect(peers: Collection[Peer]) -> int:
     numbers = [int(name) for name in os.listdir('/dev/fd')]
   except OSError:
     numbers = range(os.sysconf('SC_OPEN_MAX'))
-  return sum(_shut_down(number, peers) for number in numbers)
+  for number in numbers:
+    _shut_down(number, peers)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -170,25 +171,19 @@ def _peer(address: tuple) -> Peer:
   return address[0].removeprefix('::ffff:'), address[1]
 
 
-def _shut_down(number: int, peers: Collection[Peer]) -> bool:
+def _shut_down(number: int, peers: Collection[Peer]) -> None:
   """Shuts a descriptor down if it is a connection to one of the peers."""
-  if number in _asking:
-    return False
-  try:
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-      return False
+  with contextlib.suppress(OSError):
+    if number in _asking or not stat.S_ISSOCK(os.fstat(number).st_mode):
+      return
     # A copy: the descriptor itself is its owner's to close.
     with socket.socket(fileno=os.dup(number)) as connection:
       if (
-        connection.type != socket.SOCK_STREAM
-        or connection.family not in (socket.AF_INET, socket.AF_INET6)
-        or _peer(connection.getpeername()) not in peers
+        connection.type == socket.SOCK_STREAM
+        and connection.family in (socket.AF_INET, socket.AF_INET6)
+        and _peer(connection.getpeername()) in peers
       ):
-        return False
-      connection.shutdown(socket.SHUT_RDWR)
-      return True
-  except OSError:
-    return False
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Keepalive:
