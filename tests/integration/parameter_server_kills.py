@@ -61,8 +61,8 @@ _POINTS = {
   'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
   'named': (
     'strategies.parameter_server.recovery',
-    'StepCounts',
-    'note_saved',
+    'Recovery',
+    '_note_newest',
     None,
   ),
   # Between the ids and rows of a dynamic table, and its slots.
@@ -84,8 +84,8 @@ _POINTS = {
   # All variables are restored, and no step has begun.
   'restored': (
     'strategies.parameter_server.recovery',
-    'StepCounts',
-    'begun_since',
+    'Recovery',
+    '_begun_since',
     None,
   ),
 }

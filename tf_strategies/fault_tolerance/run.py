@@ -601,7 +601,7 @@ class ServerState:
       if self._found is None:
         self._strategy.track(**self._objects)
       self._is_restored = True
-    return Position(0, self._recovery.counts.before)
+    return Position(0, self._recovery.begun_before)
 
   def begin_fit(
     self, position: Position | None, steps_per_epoch: int | None

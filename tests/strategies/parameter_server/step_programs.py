@@ -190,7 +190,9 @@ class Step:
 
   @functools.cached_property
   def _apply(self):
-    return slots.ApplyFunction(self._step, self.worker, 1, lambda f: f)
+    return slots.ApplyFunction(
+      self._step, self.worker, 1, lambda f, *args: f(*args)
+    )
 
   def __call__(self, *batch):
     return self.apply(self.compute(*batch))

@@ -282,7 +282,7 @@ class Engine:
   Args:
     pool: of the workers.
     recovery: of the strategy.
-    in_replica: makes a function run in the strategy's replica context.
+    in_replica: calls a function in the strategy's replica context.
     options: of the strategy.
   """
 
@@ -290,7 +290,7 @@ class Engine:
     self,
     pool: worker_pool.WorkerPool,
     recovery,
-    in_replica: Callable[[Callable], Callable],
+    in_replica: Callable[..., Any],
     options: options_lib.ParameterServerOptions,
   ):
     self.reports = Reports(pool, recovery.with_recovery)

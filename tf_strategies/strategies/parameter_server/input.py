@@ -8,7 +8,7 @@ function is called for each. Either way each element counts once an epoch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -272,19 +272,18 @@ class ReadLayout(batch_message.BatchLayout):
     return batch_message.pack(self.structure, flat)
 
 
-def source_of(data: Any) -> splits.Source | None:
-  """The source of a batch that workers read; None for a batch of arrays."""
-  first = next(iter(tf.nest.flatten(data)), None)
-  return first.source if isinstance(first, WorkerTensor) else None
-
-
 def steps_on(
-  data: Sequence[Any], hides_rows: bool = False
+  batches: Iterable[Any], hides_rows: bool = False
 ) -> list[splits.Source | batch_message.Batch]:
   """Converts batches of a user's iterator for an engine."""
-  return [
-    source_of(batch) or batch_message.Batch(batch, hides_rows) for batch in data
-  ]
+  found = []
+  for batch in batches:
+    first = next(iter(tf.nest.flatten(batch)), None)
+    is_read = isinstance(first, WorkerTensor)
+    found.append(
+      first.source if is_read else batch_message.Batch(batch, hides_rows)
+    )
+  return found
 
 
 class FedDataset(_Dataset):

@@ -68,7 +68,12 @@ class Recovery:
     # The first checkpoint of this run: older ones are of another run, if this one does
     # not continue it.
     self._first: str | None = None
-    self.counts = StepCounts()
+    # Steps that earlier runs have begun, of which this one restored a checkpoint, and
+    # this process: all, up to this epoch, and up to the checkpoint that was written or
+    # restored last.
+    self.begun_before = 0
+    self._begun = self._begun_at_epoch = self._begun_at_newest = 0
+    self._newest: str | None = None
     self._epoch = 0
     self._source: splits.Source | None = None
     self._resumed: input.Resumed | None = None
@@ -89,7 +94,7 @@ class Recovery:
     if not self.is_enabled:
       return False
     self._take(objects)
-    if self.counts.has_checkpoint:
+    if self._newest is not None:
       return False
     if self._checkpointer.paths():
       logging.warning(
@@ -103,7 +108,8 @@ class Recovery:
   def begin_epoch(self, epoch: int) -> None:
     """Notes that an epoch begins, or that a resumed one continues."""
     self._epoch = epoch
-    self.counts.begin_epoch(self._resumed[0].step if self._resumed else 0)
+    step = self._resumed[0].step if self._resumed else 0
+    self._begun_at_epoch = self._begun - step
 
   def resume(
     self, position: position_lib.Position, steps_per_epoch: int | None
@@ -118,10 +124,10 @@ class Recovery:
 
   def note_begun(self, work: Any) -> bool:
     """Counts a step that was begun; returns whether a checkpoint is due."""
-    self.counts.begun += 1
+    self._begun += 1
     self._source = work if isinstance(work, splits.Source) else None
-    every = self._options.checkpoint_steps
-    return self.is_enabled and self.counts.since_save >= every
+    since = self._begun - self._begun_at_newest
+    return self.is_enabled and since >= self._options.checkpoint_steps
 
   def mark_finished(self, is_finished: bool) -> None:
     """Tells those who read checkpoints whether more will follow."""
@@ -140,21 +146,26 @@ class Recovery:
     if self._objects is None:
       return None
     read = self._source.position if self._source else ()
-    position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
+    step = self._begun - self._begun_at_epoch
+    position = position_lib.Position(self._epoch, step, read)
     named = model_state.name_objects(self._objects)
     path = self._checkpointer.save(
       table_files.arrays_of(named),
       {
         **position.to_json(),
-        'steps': self.counts.of_all_runs,
+        'steps': self.begun_before + self._begun,
         'settings': self._settings,
         'parts': model_state.reductions(named),
       },
     )
-    if not self.counts.has_checkpoint:
+    if self._newest is None:
       self._first = path
-    self.counts.note_saved(path)
+    self._note_newest(path)
     return path
+
+  def _note_newest(self, path: str) -> None:
+    """Notes that steps which begin now start from the values of a checkpoint."""
+    self._newest, self._begun_at_newest = path, self._begun
 
   def restore(
     self,
@@ -177,8 +188,8 @@ class Recovery:
       self._is_loading = False
     if found is None:
       return None
-    self.counts.note_restored(found.path)
-    self.counts.before = found.metadata['steps']
+    self._note_newest(found.path)
+    self.begun_before = found.metadata['steps']
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
     return position
@@ -259,8 +270,8 @@ class Recovery:
     self._loss = None
     self._pool.refusal = None
     seconds = time.monotonic() - began
-    lost_steps = 0 if self._is_loading else self.counts.begun_since(found)
-    self.counts.note_restored(found.path)
+    lost_steps = 0 if self._is_loading else self._begun_since(found)
+    self._note_newest(found.path)
     self.history.append(
       {'server': error.server, 'lost_steps': lost_steps, 'seconds': seconds}
     )
@@ -269,13 +280,19 @@ class Recovery:
       f'{seconds:.1f} s. Lost: {lost_steps} steps.'
     )
 
+  def _begun_since(self, found: checkpointer.Checkpoint) -> int:
+    """Returns how many steps begun since a checkpoint was written or restored."""
+    if found.path == self._newest:
+      return self._begun - self._begun_at_newest
+    return self.begun_before + self._begun - found.metadata['steps']
+
   def _try_to_restore(
     self, error: errors.ParameterServerUnavailableError
   ) -> checkpointer.Checkpoint:
     """Restores variables after `error`, or raises a typed error."""
     if not self.is_enabled:
       raise error
-    if not (self.counts.has_checkpoint or self._is_loading):
+    if self._newest is None and not self._is_loading:
       raise connection.unavailable(
         f'ps {error.server} at {error.address} died before this run had written a '
         'checkpoint. Fix: restart the job; in a loop of your own, call '
@@ -324,52 +341,3 @@ class Recovery:
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found
-
-
-class StepCounts:
-  """Counts steps of training, and what a restored checkpoint costs of them."""
-
-  def __init__(self):
-    self.begun = 0  # In this process.
-    # In earlier runs, of which this one restored a checkpoint.
-    self.before = 0
-    # The checkpoint that was written or restored last, and how many were begun then.
-    self._path: str | None = None
-    self._begun_at_path = 0
-    self._epoch_began = 0
-
-  @property
-  def since_save(self) -> int:
-    """Returns how many were begun since a checkpoint was written, or restored."""
-    return self.begun - self._begun_at_path
-
-  @property
-  def of_epoch(self) -> int:
-    """Returns how many of this epoch were begun, also by an earlier run."""
-    return self.begun - self._epoch_began
-
-  @property
-  def of_all_runs(self) -> int:
-    """Returns how many were begun in this run and those before it."""
-    return self.before + self.begun
-
-  def begin_epoch(self, begun_before: int) -> None:
-    """Notes that an epoch begins, of which an earlier run has begun so many."""
-    self._epoch_began = self.begun - begun_before
-
-  @property
-  def has_checkpoint(self) -> bool:
-    """Returns whether there is a checkpoint of this run."""
-    return self._path is not None
-
-  def note_saved(self, path: str) -> None:
-    """Notes that steps which begin now start from the values of a checkpoint."""
-    self._path, self._begun_at_path = path, self.begun
-
-  note_restored = note_saved
-
-  def begun_since(self, found: checkpointer.Checkpoint) -> int:
-    """Returns how many were begun since a checkpoint was written or restored."""
-    if found.path == self._path:
-      return self.since_save
-    return self.of_all_runs - found.metadata['steps']

@@ -228,7 +228,7 @@ class ApplyFunction:
     step: the step.
     function: what each task computes.
     count: number of tasks.
-    in_replica: makes a function run in the strategy's replica context.
+    in_replica: calls a function in the strategy's replica context.
   """
 
   def __init__(
@@ -236,7 +236,7 @@ class ApplyFunction:
     step,
     function: WorkerFunction,
     count: int,
-    in_replica: Callable[[Callable], Callable],
+    in_replica: Callable[..., Any],
   ):
     self._step, self._worker, self._count = step, function, count
     self._in_replica = in_replica
@@ -292,9 +292,7 @@ class ApplyFunction:
             [_gradient(part, gradient, parts, power) for part in variable.parts]
           )
         )
-      self._in_replica(
-        lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
-      )(None)
+      self._in_replica(optimizer.apply, combined, targets)
       _check_reads(optimizer, written)
     for write in traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0

@@ -20,11 +20,11 @@ from tf_strategies.cluster import reachability
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.parameter_server import (
-  batch_message,
   connection,
   extended,
   input,
   recovery,
+  splits,
   worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
@@ -57,7 +57,7 @@ class StepFunction:
         with strategy.scope():
           optimizer.build(self._model.trainable_variables)
     self._step = engine_lib.Step(
-      run=in_replica(strategy, keras_step.run),
+      run=functools.partial(strategy._in_replica, keras_step.run),
       trains=trains,
       optimizers=optimizers,
       counters=lambda: self._model.metrics_variables,
@@ -119,16 +119,14 @@ class StepFunction:
       strategy.save()  # Checkpoints have the new variables too.
 
   def _predict(self, data):
-    source = input.source_of(data)
-    if source is not None:
-      return self._predict_read(source, len(data))
-    batches = [
-      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows=True)
-      for d in data
-    ]
+    works = input.steps_on(
+      map(_keras_internal.without_optionals, data), hides_rows=True
+    )
+    if isinstance(works[0], splits.Source):
+      return self._predict_read(works[0], len(works))
 
     def call_and_wait():
-      updates = [self._strategy.engine.submit(self._step, [b]) for b in batches]
+      updates = [self._strategy.engine.submit(self._step, [b]) for b in works]
       return [update.result() for update in updates]
 
     return self._strategy.recovery.with_recovery(call_and_wait)
@@ -150,16 +148,6 @@ class StepFunction:
     return found
 
 
-def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-  """A step that enters the strategy's scope and its replica context."""
-
-  def run_in_replica(batch):
-    with strategy.scope():
-      return strategy.extended.call_for_each_replica(run, args=(batch,))
-
-  return run_in_replica
-
-
 class RemoteStep:
   """A step that workers run; made by `ParameterServerStrategy.step`.
 
@@ -177,7 +165,7 @@ class RemoteStep:
     option_checks.check_step(fn, optimizers)
     self._strategy = strategy
     self._step = engine_lib.Step(
-      run=in_replica(strategy, _tf_internal.inlined(fn)),
+      run=functools.partial(strategy._in_replica, _tf_internal.inlined(fn)),
       trains=bool(optimizers),
       optimizers=tuple(optimizers),
     )
@@ -335,10 +323,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
     self.engine = engine_lib.Engine(
-      self._pool,
-      self.recovery,
-      lambda fn: in_replica(self, fn),
-      self.options,
+      self._pool, self.recovery, self._in_replica, self.options
     )
     implementation = extended.ParameterServerExtended(
       self,
@@ -372,6 +357,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()
+
+  def _in_replica(self, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the scope and in the context of a replica."""
+    return self.extended.call_for_each_replica(function, args)
 
   def _wait_for_answers(self) -> None:
     if not _keras_internal.is_for_model():
@@ -474,7 +463,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if self.recovery.restore(objects) is None:
       self.track(**objects)
-    return self.recovery.counts.before
+    return self.recovery.begun_before
 
   def save(self, recovers: bool = True) -> str | None:
     """Waits for all steps and writes a checkpoint; returns its path.

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.keras.tables import row_table
-from tf_strategies.strategies.parameter_server import partitioned, variables
+from tf_strategies.strategies.parameter_server import variables
 
 # Smaller variables are read and written as a whole.
 _TABLE_BYTES = 1 << 20
@@ -102,10 +102,7 @@ def _parts_of_table(variable: Any) -> Sequence[variables.ServerVariable]:
   )
   if not is_table or math.prod(shape) * dtype.size < _TABLE_BYTES:
     return ()
-  value = model_state.value_of(variable)
-  if isinstance(value, partitioned.PartitionedVariable):
-    return value.parts
-  return [value] if isinstance(value, variables.ServerVariable) else ()
+  return getattr(model_state.value_of(variable), 'parts', ())
 
 
 def _cuts(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
