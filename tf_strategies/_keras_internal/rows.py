@@ -136,25 +136,9 @@ class Rows(_Rows):
     """Subtracts from the rows."""
     self._variable.scatter_sub(self._slices(delta))
 
-  def scatter_add(self, slices):
-    """Adds to some of the rows."""
-    self._variable.scatter_add(self._in_whole(slices))
-
-  def scatter_sub(self, slices):
-    """Subtracts from some of the rows."""
-    self._variable.scatter_sub(self._in_whole(slices))
-
-  def scatter_update(self, slices):
-    """Replaces some of the rows."""
-    self._variable.scatter_update(self._in_whole(slices))
-
   def _slices(self, value):
     value = tf.convert_to_tensor(value, self.dtype)
     return tf.IndexedSlices(value, self._rows)
-
-  def _in_whole(self, slices):
-    rows = tf.gather(self._rows, slices.indices)
-    return tf.IndexedSlices(slices.values, rows)
 
 
 class RowValues(_Rows):

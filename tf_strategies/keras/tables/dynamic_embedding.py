@@ -27,7 +27,7 @@ _SEEDED = {
   'RandomNormal': ('mean', 'stddev'),
   'TruncatedNormal': ('mean', 'stddev'),
 }
-_CONSTANTS = {'Zeros': 0.0, 'Ones': 1.0}
+_CONSTANTS = ('Zeros', 'Ones', 'Constant')
 
 InitialRows = Callable[[tf.Tensor], tf.Tensor]
 
@@ -92,14 +92,14 @@ def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
     return lambda ids: _checked(initializer(ids), width)
   kind = type(initializer).__name__
   config = initializer.get_config()
-  if kind == 'Constant' and np.ndim(config['value']) == 0:
-    return lambda ids: _constant(ids, width, config['value'])
-  if kind in _CONSTANTS:
-    return lambda ids: _constant(ids, width, _CONSTANTS[kind])
+  if kind in _CONSTANTS and np.ndim(config.get('value', 0)) == 0:
+    return lambda ids: tf.fill(
+      [tf.size(ids), width], initializer((), 'float32')
+    )
   option_checks.check(
     kind in _SEEDED,
     f'embeddings_initializer={kind} of a DynamicEmbedding',
-    f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a '
+    f'{", ".join([*_SEEDED, *_CONSTANTS])} of a number, or a '
     'function from ids to rows',
     'write for instance keras.initializers.RandomNormal(stddev=0.05), or '
     "'uniform'. No table has a shape that could scale it",
@@ -138,10 +138,6 @@ def _uniform(ids, seed, width):
   bits = _shift(mix(seeded[:, None] + columns), 64 - _BITS)
   numbers = tf.cast(tf.cast(bits, tf.int32), tf.float64)
   return (numbers + 0.5) * 2.0**-_BITS
-
-
-def _constant(ids, width, value):
-  return tf.fill([tf.size(ids), width], tf.constant(value, tf.float32))
 
 
 def _checked(rows, width):

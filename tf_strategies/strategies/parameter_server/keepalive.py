@@ -208,10 +208,6 @@ class Keepalive:
   ):
     self._addresses = dict(addresses)
     self._timeout = timeout
-    self._peers: dict[Hashable, frozenset[Peer]] = {}
-    self._answered_at: dict[Hashable, float] = {}
-    # When each was disconnected, the last time.
-    self._disconnected: dict[Hashable, float] = {}
     self._lock = threading.Lock()
     self._is_closed = threading.Event()
     self.reset()
@@ -229,7 +225,8 @@ class Keepalive:
     with self._lock:
       self._peers = peers
       self._answered_at = dict.fromkeys(self._addresses, time.monotonic())
-      self._disconnected = {}
+      # When each was disconnected, the last time.
+      self._disconnected: dict[Hashable, float] = {}
 
   def close(self) -> None:
     """Ends the thread, within a few seconds."""

@@ -168,7 +168,6 @@ class ServerVariable(OnServers, _tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
-    self.is_part = False  # Of a partitioned variable.
     # Whether the variable is never written, and its value has no meaning, as
     # for a row table.
     self.stays_zero = False
