@@ -93,7 +93,8 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 def is_lazy(optimizer) -> bool:
   """Returns whether an optimizer updates only the rows that a gradient has."""
-  return 'update_step' in vars(optimizer)  # Which `LazyRows` replaces.
+  replaced = vars(optimizer).get('update_step')  # By `LazyRows`.
+  return getattr(replaced, 'func', None) is update_lazily
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
@@ -117,7 +118,10 @@ def by_rows(optimizer: Any, update: Callable) -> Callable:
   Under plain SGD and Adagrad, rows without a gradient do not change. Keras
   skips them under SGD, but computes all rows under Adagrad.
   """
-  if not _stays_without_gradient(optimizer):
+  if type(optimizer) is not keras.optimizers.Adagrad or not (
+    # 0 / 0 would not be 0.
+    optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
+  ):
     return update
 
   def update_rows(variable, gradient, *args):
@@ -131,13 +135,6 @@ def by_rows(optimizer: Any, update: Callable) -> Callable:
       return update(seen, gradient.values, *args)
 
   return update_rows
-
-
-def _stays_without_gradient(optimizer) -> bool:
-  # 0 / 0 would not be 0.
-  return type(optimizer) is keras.optimizers.Adagrad and (
-    optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
-  )
 
 
 def slot_name(optimizer: keras.optimizers.Optimizer, attribute: str) -> str:

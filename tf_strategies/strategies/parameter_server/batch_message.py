@@ -26,7 +26,6 @@ class BatchLayout:
 
   structure: Any  # Of a batch, with a `tf.TypeSpec` for each tensor.
 
-  kind = 'sent'
   argument = tf.TensorSpec([None], tf.string)  # Of a traced function.
 
   @functools.cached_property
@@ -37,7 +36,7 @@ class BatchLayout:
   @functools.cached_property
   def key(self) -> Any:
     """Equal for equal layouts."""
-    return self.kind, repr(self.structure)
+    return type(self), repr(self.structure)
 
   def read(self, argument: tf.Tensor) -> Any:
     """Returns the batch that a message has."""

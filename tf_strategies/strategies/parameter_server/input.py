@@ -55,7 +55,7 @@ class Batches(Iterator):
     self._batches = batches
     specs = tf.nest.flatten(element_spec)
     self.hides_rows = any(
-      s.shape.rank is None or s.shape[:1].num_elements() is None
+      s.shape[:1].num_elements() is None
       for s in specs
       if isinstance(s, tf.TensorSpec)
     )
@@ -118,12 +118,11 @@ class WorkerDataset(_Dataset):
     self._element_spec = parts[0].element_spec
     self.layout = ReadLayout(self._element_spec)
     self.sizes = [int(p.cardinality()) for p in parts]
-    least = min(self.sizes)
-    self._cardinality = self.steps_of(self.sizes) if least >= 0 else least
 
   def cardinality(self) -> int:
     """Number of steps; negative as `tf.data.Dataset.cardinality`."""
-    return self._cardinality
+    least = min(self.sizes)
+    return self.steps_of(self.sizes) if least >= 0 else least
 
   def steps_of(self, elements: Sequence[int]) -> int:
     """Returns how many steps it takes to read so many elements of each split."""
@@ -261,7 +260,6 @@ def _types(element_spec) -> dict[str, list]:
 class ReadLayout(batch_message.BatchLayout):
   """Batches that a worker reads from the iterator of a split."""
 
-  kind = 'read'
   argument = tf.TensorSpec([], tf.resource)
 
   def read(self, argument: tf.Tensor) -> Any:
@@ -295,9 +293,10 @@ class FedDataset(_Dataset):
     dataset: tf.data.Dataset,
     take_resumed: Callable[[], Resumed | None],
   ):
-    option_checks.check(
-      isinstance(dataset, tf.data.Dataset),
-      f'a {type(dataset).__name__}',
+    option_checks.check_type(
+      'data',
+      dataset,
+      tf.data.Dataset,
       'a tf.data.Dataset',
       'wrap a generator: tf.data.Dataset.from_generator',
     )

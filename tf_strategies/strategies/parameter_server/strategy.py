@@ -49,17 +49,14 @@ class StepFunction:
       'variables on servers. Decorate a function that its train_step calls '
       'with tf.function(jit_compile=True)',
     )
-    optimizers = ()
-    if trains:
-      optimizer = getattr(self._model, 'optimizer', None)
-      optimizers = () if optimizer is None else (optimizer,)
-      if optimizers and not optimizer.built:
-        with strategy.scope():
-          optimizer.build(self._model.trainable_variables)
+    optimizer = getattr(self._model, 'optimizer', None) if trains else None
+    if optimizer is not None and not optimizer.built:
+      with strategy.scope():
+        optimizer.build(self._model.trainable_variables)
     self._step = engine_lib.Step(
       run=functools.partial(strategy._in_replica, keras_step.run),
       trains=trains,
-      optimizers=optimizers,
+      optimizers=() if optimizer is None else (optimizer,),
       counters=lambda: self._model.metrics_variables,
       results=_keras_internal.results_of(self._model, keras_step.kind),
     )
