@@ -71,7 +71,7 @@ def initial_values(
   where that is, so that nobody holds a large table whole.
   """
   rows_of_keras = callable(value) and _keras_internal.initial_rows(
-    value, shape, tf.as_dtype(dtype)
+    value, shape, dtype
   )
   if rows_of_keras:
     return [

@@ -125,10 +125,10 @@ class OnServers:
     """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
     trace = traced_step.current()
     if trace is None:
-      is_divided = len(self.parts) > 1 and not _tf_internal.traces_to_save()
+      reads_rows = len(self.parts) > 1 and not _tf_internal.traces_to_save()
     else:
-      is_divided = trace.looks_up(self)
-    if not is_divided:
+      reads_rows = trace.looks_up(self)
+    if not reads_rows:
       return self._read(super().sparse_read, indices, name)
     # That rows of the batch are looked up may be all there is to see.
     is_once = trace is None or not trace.are_rows_known
