@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.cross_device import base, executor
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import run_context
 
 
 class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
@@ -153,7 +153,7 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
   def _gather(self, per_replica_value, destinations, axis, options=None):
     """See base class. A value that belongs to no replica is gathered once."""
     del options
-    value = replica_run.per_replica(None, per_replica_value, 1)
+    value = run_context.per_replica(None, per_replica_value, 1)
     parts = base.as_tensors(value).values
     gathered = self.gather(parts, axis, f'gather/axis_{axis}')
     return self._copied([gathered], value, destinations)

@@ -16,7 +16,7 @@ from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import run_context
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
@@ -101,8 +101,8 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients on the parameter device, and applies them once."""
-    if replica_run.in_branch_of_replica():
-      raise replica_run.branch_error()
+    if run_context.in_branch_of_replica():
+      raise run_context.branch_error()
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(

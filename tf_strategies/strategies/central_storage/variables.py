@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies.strategies.mirrored import run_context
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
 ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
@@ -23,7 +23,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   def _get_replica(self, replica_id):
     del replica_id
-    replica = replica_run.current_replica_id()
+    replica = run_context.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
       self._check_compiled(replica)
     return self._values[0]
@@ -49,15 +49,15 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     extended = self.distribute_strategy.extended
     if extended._use_merge_call():
       return super()._update_replica(update_fn, value, **kwargs)
-    if replica_run.are_gradients_reduced():
+    if run_context.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
     return self._update_in_branch(update_fn, value, **kwargs)
 
   def _update_in_branch(self, update_fn, value, **kwargs):
     """Writes in a `tf.cond` of one replica. The first replica writes for all."""
     if self.aggregation != ON_FIRST:
-      raise replica_run.branch_error()
-    if replica_run.current_replica_id() != 0:
+      raise run_context.branch_error()
+    if run_context.current_replica_id() != 0:
       return self._values[0]
     return update_fn(self._values[0], value, **kwargs)
 

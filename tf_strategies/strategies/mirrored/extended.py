@@ -27,7 +27,7 @@ from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
-  replica_run,
+  run_context,
   sharded_state,
   variables,
   whole_batch,
@@ -103,7 +103,7 @@ class AppliesSums:
       for i, pair in enumerate(zip(gradients, trained, strict=False)):
         if isinstance(pair[0], tf.Tensor):
           gradients[i] = self._marked(*pair)
-    if is_alone or replica_run.are_gradients_reduced():
+    if is_alone or run_context.are_gradients_reduced():
       apply(gradients)
       return
     self._warn_if_undivided(gradients)
@@ -116,7 +116,7 @@ class AppliesSums:
     """
     shards = self.state_shards
     count = 1 if shards is None else shards.count_of(variable)
-    [name] = replica_run.names_of([variable])
+    [name] = run_context.names_of([variable])
     marked = tf.identity(gradient)
     values = tf.compat.v1.AttrValue.ListValue(s=[name.encode()], i=[count])
     value = tf.compat.v1.AttrValue(list=values)
@@ -160,7 +160,7 @@ class AppliesSums:
         before = tf.nest.flatten(sums, expand_composites=True)
       sums = iter(sums)
       reduced = [None if g is None else next(sums) for g in gradients]
-      with tf.control_dependencies(before), replica_run.gradients_reduced():
+      with tf.control_dependencies(before), run_context.gradients_reduced():
         apply(reduced)
 
     self.reduce_and_apply(parts, apply_reduced, trained)
@@ -179,7 +179,7 @@ class AppliesSums:
     if reduced:
       # The link between workers looks for this attribute of a gradient.
       options = tf.distribute.experimental.CommunicationOptions()
-      options.names = replica_run.names_of(variables)
+      options.names = run_context.names_of(variables)
       reduced = tf.distribute.get_replica_context().all_reduce(
         tf.distribute.ReduceOp.SUM, reduced, options
       )
@@ -224,12 +224,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   # Where code runs.
 
   def _use_merge_call(self):
-    if replica_run.are_gradients_reduced():
+    if run_context.are_gradients_reduced():
       return False
     scope_checks.check_applying(self._container_strategy())
     if self.is_one_device:
       return True  # TensorFlow would use NCCL in what XLA compiles for a GPU.
-    if replica_run.in_branch_of_replica():
+    if run_context.in_branch_of_replica():
       return False
     return super()._use_merge_call()
 
@@ -251,7 +251,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
         scope_checks.optimizers_checked(self._container_strategy()),
       ):
         return fn(*args, **kwargs)
-    run = replica_run.current_run()
+    run = run_context.current_run()
     if run is not None:
       # Inside a merge call of a run, which defines the rows.
       return self._call_in_run(run, fn, args, kwargs)
@@ -317,15 +317,15 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """Turns the rows of this worker's replicas into those of all workers."""
     return rows
 
-  def _run_of(self, args) -> replica_run.ReplicaRun:
+  def _run_of(self, args) -> run_context.ReplicaRun:
     counts = self.counts_of(args)
     if counts is None or _have_all_rows(counts):
-      return replica_run.ReplicaRun()
+      return run_context.ReplicaRun()
     with tf.device('CPU:0'):
       have_rows = tf.cast(counts > 0, tf.float32)
       num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
     sites = self.sites_of(args, counts)
-    return replica_run.ReplicaRun(sites, num_with_rows)
+    return run_context.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -421,10 +421,10 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica runs in its own thread, which has to know its run.
-      with replica_run.running(run):
+      with run_context.running(run):
         return fn(*args, **kwargs)
 
-    with replica_run.running(run):
+    with run_context.running(run):
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), call_replica, args, kwargs
       )
@@ -489,13 +489,13 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
       return values
     if self.is_one_device:
       return list(map(_only_value, values))
-    count, sites = len(self._devices), replica_run.current_sites()
+    count, sites = len(self._devices), run_context.current_sites()
     values = [
-      replica_run.per_replica(reduce_op, self._per_replica(value), count)
+      run_context.per_replica(reduce_op, self._per_replica(value), count)
       for value in values
     ]
     if sites:
-      values = replica_run.masked(sites, values)
+      values = run_context.masked(sites, values)
     # If a destination is the value itself, it means the value's devices.
     pairs = [
       (new, new if destination is old else destination)
@@ -507,13 +507,13 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     if not sites or reduce_op != _MEAN:
       return ops.batch_reduce(reduce_op, pairs, options)
     sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs, options)
-    count = replica_run.current_run().num_with_rows
-    return [replica_run.divided(total, count) for total in sums]
+    count = run_context.current_run().num_with_rows
+    return [run_context.divided(total, count) for total in sums]
 
   def _gather_to_implementation(self, value, destinations, axis, options):
     if self.is_one_device:
       return _only_value(value)
-    value, sites = self._per_replica(value), replica_run.current_sites()
+    value, sites = self._per_replica(value), run_context.current_sites()
     if not isinstance(value, tf.distribute.DistributedValues):
       if not self.has_other_workers:
         return value
@@ -524,12 +524,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     return ops._gather(value, destinations, axis, options)
 
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-    if replica_run.are_gradients_reduced():
+    if run_context.are_gradients_reduced():
       return value
-    if not replica_run.in_branch_of_replica():
+    if not run_context.in_branch_of_replica():
       return super()._replica_ctx_all_reduce(reduce_op, value, options)
     if len(self._devices) > 1:
-      raise replica_run.branch_error()
+      raise run_context.branch_error()
     pairs = [(part, part) for part in tf.nest.flatten(value)]
     reduced = self._batch_reduce_to(reduce_op, pairs, options)
     return tf.nest.pack_sequence_as(value, reduced)

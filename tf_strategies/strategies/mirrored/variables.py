@@ -15,7 +15,7 @@ from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import (
   replica_exchange,
-  replica_run,
+  run_context,
   whole_batch,
 )
 
@@ -143,7 +143,7 @@ class SeedVariable(MirroredVariable):
   def _offset(self):
     """Returns the offset of this replica's seed; None for the first replica."""
     number = whole_batch.stream()
-    replica_id = replica_run.current_replica_id()
+    replica_id = run_context.current_replica_id()
     in_replica = tf.distribute.get_replica_context() and replica_id is not None
     if number == 0 and in_replica:
       extended = self.distribute_strategy.extended
@@ -205,8 +205,8 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       return super()._get_cross_replica()
 
   def _update_replica(self, update_fn, value, **kwargs):
-    sites = replica_run.current_sites()
-    replica_id = replica_run.current_replica_id()
+    sites = run_context.current_sites()
+    replica_id = run_context.current_replica_id()
     if self.holds_whole and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
         f'{self.name!r}, which job.fit and a loop with strategy.run update',

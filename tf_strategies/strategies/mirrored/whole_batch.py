@@ -27,7 +27,7 @@ from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
-  replica_run,
+  run_context,
 )
 
 
@@ -94,7 +94,7 @@ def one_device(strategy, device: str, stream: int = 0):
   _state.is_active, _state.stream = True, stream
   try:
     with (
-      replica_run.gradients_reduced(),
+      run_context.gradients_reduced(),
       _OneDevice(strategy),
       tf.device(device),
     ):

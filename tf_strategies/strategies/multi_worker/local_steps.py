@@ -17,7 +17,7 @@ from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
-  replica_run,
+  run_context,
   whole_batch,
 )
 
@@ -95,7 +95,7 @@ class TrainsApart:
       parts = optimizer.differences(share)
       # In float64, so that a value that is equal on all workers does not change.
       parts += [tf.cast(v, tf.float64) * share for v in averages]
-      names = [*replica_run.names_of(weights), *(None for _ in averages)]
+      names = [*run_context.names_of(weights), *(None for _ in averages)]
       # This worker's other devices add nothing.
       zeros = [tf.zeros_like(part) for part in parts]
       columns = [parts, *(zeros for _ in self.worker_devices[1:])]

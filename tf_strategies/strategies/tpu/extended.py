@@ -11,7 +11,7 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
 from tf_strategies.keras import optimizer_wrapper
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import replica_run, variables
+from tf_strategies.strategies.mirrored import run_context, variables
 from tf_strategies.strategies.tpu import permute
 
 
@@ -66,7 +66,7 @@ class PermutingTPUExtended(
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
     values = [value for value, _ in value_destination_pairs]
-    if replica_run.are_gradients_reduced():
+    if run_context.are_gradients_reduced():
       return values
     are_permuted = list(map(self._is_permuted, values))
     permuted = list(itertools.compress(values, are_permuted))
