@@ -262,7 +262,7 @@ change(
 
 
 def _pass_step(make: Callable) -> Callable:
-  """Lets a strategy make the function of a step, or tells it which step it gets."""
+  """Lets a strategy make the function of a step, or passes the step to it."""
 
   @functools.wraps(make)
   def make_with_step(self, step_function):

@@ -62,7 +62,7 @@ class Emitter:
     self._replicas = [s for s in sites if is_alone or s.replica is not None]
     for site in sites:
       if site not in self._replicas:
-        # It has no rows: what it did not build itself, the first replica has.
+        # It has no rows. It uses the tensors of the first replica that it did not build.
         site.tensors.maps += self._replicas[0].tensors.maps
 
   @_tf_internal.one_stack()
@@ -433,7 +433,7 @@ class Emitter:
 
 
 def _hold(plan, site, tensors, built):
-  """Keeps what was built at a site for some tensors; there may be more."""
+  """Stores the tensors that were built at a site. `built` may have more of them."""
   for tensor, each in zip(tensors, built, strict=False):
     set_own_shape(each, tensor, plan.values[tensor])
     site.tensors[tensor, AS_IS] = each

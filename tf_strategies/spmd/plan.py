@@ -151,7 +151,7 @@ class Plan:
     if key in self._memo:
       return self._memo[key]
     decision = None
-    # An opaque function has no rule: nobody knows what it does.
+    # An opaque function has no rule, because its operations are unknown.
     kind = None if node.opaque else node.type
     if context.has_shards and kind in SHARD_RULES:
       decision = SHARD_RULES[kind](context)

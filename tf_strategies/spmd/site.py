@@ -73,8 +73,8 @@ class Site:
     replica: number of the replica in this process; None if it is not a replica.
     is_chief: whether it runs the operations that run once in all processes.
     is_home: whether it writes the variables that have one copy in this process.
-    tensors: what was built, by (tensor of the program, kind). In a branch or loop, what
-      was built outside of it is behind it.
+    tensors: the built tensors, by (tensor of the program, kind). In a branch or loop,
+      those that were built outside of it come last.
     copies: in a branch or loop, handles of copies of variables that others write.
   """
 

@@ -16,8 +16,8 @@ from tf_strategies.strategies.mirrored import run_context
 class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
   """The workers of a job, as seen by one of them.
 
-  It is a cross-device op of all devices of all workers. It does without TensorFlow's
-  checks of destinations, and calls the other workers for a single value too.
+  It is a cross-device op of all devices of all workers. Unlike TensorFlow's ops, it
+  does not check destinations, and it calls the other workers for a single value too.
 
   Every method that takes tensors works in a graph and eagerly, and is a
   collective: all workers call it in the same order with tensors of the same

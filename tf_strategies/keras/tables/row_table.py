@@ -94,7 +94,7 @@ class TableShard:
     return tf.tensor_scatter_nd_update(rows, missing, initial), usage
 
   def _lookup(self, column, ids):
-    """Returns a column's values for ids, and what is beside them; zero without."""
+    """Returns a column's values for ids, and the values beside them; zeros for new ids."""
     found = self._columns[column].lookup(ids)
     found = tf.ensure_shape(found, [None, self._length(column)])
     return found[:, : self._width], found[:, self._width :]

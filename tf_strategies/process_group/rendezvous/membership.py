@@ -22,7 +22,7 @@ ANSWER_SECONDS = 2.0
 CANDIDATES = 3
 # Largest number of characters about missing workers in a message.
 _MOST_TEXT = 2000
-# What a `View` takes from a message as it is.
+# The fields that a `View` copies from a message.
 _TOLD = 'incarnation', 'generation', 'progress', 'size', 'leader', 'missing'
 
 

@@ -1,4 +1,4 @@
-"""What a thread of a replica knows, and values without those of padding rows."""
+"""The state of a replica's thread in `strategy.run`, and masks for padding rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names_of(variables: Iterable[Any]) -> list[str]:
 
 @dataclasses.dataclass(eq=False)
 class ReplicaRun:
-  """The replicas of one `strategy.run`, of which some may have no rows.
+  """The replicas of one `strategy.run`. Some may have no rows.
 
   Attributes:
     sites: sites of this process's replicas. None of them if every replica of every

@@ -28,7 +28,8 @@ class TrainsApart:
   Attributes:
     trains_apart: whether a `LocalSteps` was made.
     counted: the optimizers of the step that is currently traced.
-    no_local_steps: what is expected, and the fix, if workers cannot train apart.
+    no_local_steps: the expectation and the fix of the error, if workers cannot train
+      apart.
   """
 
   trains_apart = False
@@ -167,7 +168,7 @@ class LocalStep(whole_batch.WholeStep):
     places = range(len(self._devices))
     rows = mirrored_extended.rows_of_replicas(counts, places)
     sites = self._extended.sites_with(rows)
-    sites[0].is_chief = True  # Each worker does what is done once.
+    sites[0].is_chief = True  # Each worker does the work that a step does once.
     return sites
 
   def _counts_of(self, leaves):

@@ -138,7 +138,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     Args:
       kind: method of the group.
       name: name of the tensors, for messages.
-      tensors: what is sent.
+      tensors: the tensors to send.
       names: names of the tensors in a timeline.
       rows_sent: number of rows of each tensor if they are matrices, as all workers
         have them together.

@@ -129,8 +129,8 @@ class Slots:
 class WorkerFunction:
   """Runs a traced step on copies of its variables, and fills slots.
 
-  If several tasks share the rows of a step, each says how many it has. `powers` say
-  how to combine what they compute; None for tasks that share no rows.
+  If several tasks share the rows of a step, each sends its number of rows. `powers`
+  says how to combine their results; None if tasks share no rows.
   """
 
   def __init__(
