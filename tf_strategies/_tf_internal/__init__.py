@@ -111,10 +111,6 @@ UpdateContext = _load(
 DistributedDataset = _load(
   'distribute.input_lib.DistributedDataset', 'Keras knows it by name'
 )
-values_of_local_replicas = _load(
-  'distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended',
-  'calls a function for the replicas of a worker',
-)._experimental_distribute_values_from_function
 empty_batch = _load(
   'distribute.input_lib._dummy_tensor_fn', 'a batch without rows'
 )

@@ -377,23 +377,7 @@ class Context:
     Raises:
       UnknownError: a rank is unknown.
     """
-    named, lengths, rows = [], {}, None
-    for i, names in enumerate(inputs):
-      pairs = []
-      if names:
-        self.rank(i)  # It must be known.
-        value = self.inputs[i]
-        # An axis of length 1 belongs to all rows.
-        pairs = [
-          (None if dim == kinds.ONE else name, dim)
-          for name, dim in zip(names, value.dims, strict=True)
-        ]
-        for name, dim in pairs:
-          lengths.setdefault(name, set()).add(dim)
-        if rows is None and isinstance(value.kind, Split):
-          name, dim = pairs[value.kind.axis]
-          rows = None if name is None else (name, dim)
-      named.append([name for name, _ in pairs])
+    named, lengths, rows = self._named_axes(inputs)
     ints = None if shape is None else self.inputs[shape].ints
     if ints and outputs[0]:
       given = dict(zip(outputs[0], ints, strict=False))
@@ -437,6 +421,31 @@ class Context:
       else:
         results.append(Value(Part(op), each))
     return Decision(wants, results, emit)
+
+  def _named_axes(self, inputs):
+    """Returns the names of the axes of each input, lengths by name, and the rows.
+
+    The rows are the name and the length of the axis along which an input is split;
+    None if there is none.
+    """
+    named, lengths, rows = [], {}, None
+    for i, names in enumerate(inputs):
+      pairs = []
+      if names:
+        self.rank(i)  # It must be known.
+        value = self.inputs[i]
+        # An axis of length 1 belongs to all rows.
+        pairs = [
+          (None if dim == kinds.ONE else name, dim)
+          for name, dim in zip(names, value.dims, strict=True)
+        ]
+        for name, dim in pairs:
+          lengths.setdefault(name, set()).add(dim)
+        if rows is None and isinstance(value.kind, Split):
+          name, dim = pairs[value.kind.axis]
+          rows = None if name is None else (name, dim)
+      named.append([name for name, _ in pairs])
+    return named, lengths, rows
 
   def first(self, kind) -> list[Any]:
     """Returns wants: input 0 in this kind, and all others whole."""

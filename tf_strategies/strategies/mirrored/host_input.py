@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies.monitoring import input_watch
 
 
@@ -221,6 +221,17 @@ def per_replica(parts, all_rows: tf.Tensor | None = None):
     return CountedBatch(values, all_rows)
 
   return tf.nest.map_structure(make, *parts)
+
+
+def check_dataset(dataset: object) -> None:
+  """Raises UnsupportedOptionError unless a value is a `tf.data.Dataset`."""
+  option_checks.check_type(
+    'data',
+    dataset,
+    tf.data.Dataset,
+    'a tf.data.Dataset',
+    'wrap a generator: tf.data.Dataset.from_generator',
+  )
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:

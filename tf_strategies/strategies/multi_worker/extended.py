@@ -111,9 +111,11 @@ class MultiWorkerExtended(
 
   def _share_rows(self, rows):
     """Returns the rows of every replica of every worker, by replica id."""
+    before = self._first_replica
+    after = self._num_replicas_in_sync - before - len(self._devices)
     with tf.device('CPU:0'):
-      everyone = self.communicator.all_gather(rows, 'rows')
-      return tf.ensure_shape(everyone, [self._num_replicas_in_sync])
+      # The number of replicas is known, so a sum is enough.
+      return self.communicator.sum(tf.pad(rows, [[before, after]]), 'rows')
 
   def total_of(self, variable):
     """See base class."""
@@ -170,6 +172,12 @@ class MultiWorkerExtended(
   def _distribute_datasets_from_function(self, dataset_fn, options):
     return input_lib.distribute_from_function(self, dataset_fn, options)
 
-  _experimental_distribute_values_from_function = (
-    _tf_internal.values_of_local_replicas
-  )
+  def _experimental_distribute_values_from_function(self, value_fn):
+    values = []
+    for place, device in zip(self.places, self._devices, strict=True):
+      context = tf.distribute.experimental.ValueContext(
+        place, self._num_replicas_in_sync
+      )
+      with tf.device(device):
+        values.append(value_fn(context))
+    return _tf_internal.regroup(tuple(values), always_wrap=True)

@@ -45,13 +45,7 @@ _OWN_DATA = (
 
 def distribute(extended, dataset, options) -> tf.data.Dataset:
   """Returns a data set of distributed values, given one of global batches."""
-  option_checks.check_type(
-    'data',
-    dataset,
-    tf.data.Dataset,
-    'a tf.data.Dataset',
-    'wrap a generator: tf.data.Dataset.from_generator',
-  )
+  host_input.check_dataset(dataset)
   _check_input_options(options)
   if host_input.is_distributed(dataset):
     return dataset

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies._tf_internal import cluster
 from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.strategies.mirrored import host_input
 from tf_strategies.strategies.parameter_server import batch_message, splits
 
 _PREFETCH = 2
@@ -293,13 +294,7 @@ class FedDataset(_Dataset):
     dataset: tf.data.Dataset,
     take_resumed: Callable[[], Resumed | None],
   ):
-    option_checks.check_type(
-      'data',
-      dataset,
-      tf.data.Dataset,
-      'a tf.data.Dataset',
-      'wrap a generator: tf.data.Dataset.from_generator',
-    )
+    host_input.check_dataset(dataset)
     self.dataset = _reachable(dataset)
     self._element_spec = dataset.element_spec
     self._take_resumed = take_resumed
