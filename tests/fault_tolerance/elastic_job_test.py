@@ -16,6 +16,7 @@ from tests.fault_tolerance import elastic_program
 from tests.programs import common
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
+from tf_strategies.cluster import launcher_note
 from tf_strategies.fault_tolerance import elastic_job, elastic_members
 from tf_strategies.strategies.multi_worker import elastic
 
@@ -335,6 +336,16 @@ class LoneWorkerTest(tf.test.TestCase):
     self.assertEqual(self.run_alone(**options), (0, 1))
     with self.assertRaisesRegex(errors.JobFinishedError, 'been completed'):
       self.run_alone(**options)
+
+  def test_worker_does_not_start_after_another_has_trained(self):
+    with launcher_note.Note() as note:
+      note.pass_on(launcher_note.TRAINED, 'worker 0')
+      own = {launcher_note.VARIABLE: note.variable('worker 1')}
+      with (
+        mock.patch.dict(os.environ, own),
+        self.assertRaisesRegex(errors.JobFinishedError, 'the launcher'),
+      ):
+        self.run_alone(min_workers=1)
 
 
 if __name__ == '__main__':

@@ -209,6 +209,21 @@ sys.exit(3 + index)
     for launcher in started:
       self.assert_ends(launcher, 3, 'worker 0')
 
+  def test_tasks_read_that_another_host_has_trained(self):
+    code = """
+say('elastic')
+if name == 'worker_0':
+  say('trained')
+else:
+  while not module.is_over():
+    time.sleep(0.01)
+  note('over', 1)
+"""
+    started = self.start(code, count=2)
+    for launcher in started:
+      self.assert_ends(launcher, 0)
+    self.assertLen(started[1].notes('over'), 1)
+
   def test_lost_results_fail_the_job_on_all_hosts(self):
     code = """
 say('elastic')

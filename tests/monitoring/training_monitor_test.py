@@ -55,15 +55,10 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         **compile_options,
       )
     x = np.ones([rows, 3], np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(8)
+    dataset = dataset.map(lambda x, y: (x, y, None))
     if epochs:
-      model.fit(
-        x,
-        x[:, :2],
-        batch_size=8,
-        epochs=epochs,
-        verbose=0,
-        callbacks=[callback],
-      )
+      model.fit(dataset, epochs=epochs, verbose=0, callbacks=[callback])
     return model
 
   def test_custom_loop(self):

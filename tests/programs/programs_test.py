@@ -75,6 +75,7 @@ _OF_EACH = (
   'step_of_instance',
   'structures',
   'text_vectorization',
+  'unknown_cardinality',
 )
 # Custom loops that call `strategy.step`.
 _LOOPS = (

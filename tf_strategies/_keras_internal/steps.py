@@ -359,7 +359,8 @@ def _build_from_specs(build):
         _tf_internal.spec_of_part, iterator._distributed_dataset.element_spec
       )
       parts = keras.tree.flatten(data_batch)
-      if any(p is not None and p.shape.rank is None for p in parts):
+      shapes = [p.shape for p in parts if hasattr(p, 'shape')]  # None has none.
+      if any(shape.rank is None for shape in shapes):
         # The types are known only from a batch. Keras would average the
         # replicas' parts.
         _, _, batches = next(iter(iterator))

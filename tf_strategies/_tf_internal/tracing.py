@@ -361,9 +361,10 @@ def spec_of_part(spec: tf.TypeSpec) -> tf.TypeSpec | None:
 
 def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
   """Returns the spec of a tensor with any number of rows; a scalar has none."""
-  if spec is None or not spec.shape.rank:
+  shape = getattr(spec, 'shape', None)  # None has no shape.
+  if shape is None or not shape.rank:
     return spec
-  shape = [None, *spec.shape[1:]]
+  shape = [None, *shape[1:]]
   if isinstance(spec, tf.RaggedTensorSpec):
     return tf.RaggedTensorSpec(
       shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype

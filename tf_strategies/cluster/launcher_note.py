@@ -41,6 +41,10 @@ class Note:
     """Returns the value of `VARIABLE` for a task, such as 'worker 1'."""
     return f'{task}@{self._file.name}'
 
+  def pass_on(self, word: str, task: str) -> None:
+    """Adds what a task of another host has said."""
+    _append(word, self.variable(task))
+
   def read(self) -> list[tuple[str, str]]:
     """Returns each word that was said since the last call, and the task."""
     # A line may be there in part: written across a page, or on a full disk.
@@ -51,13 +55,33 @@ class Note:
     return [(word, task) for word, _, task in said if word in _WORDS]
 
 
+def is_over() -> bool:
+  """Returns whether another task has trained to the end, and this one has not.
+
+  Reads what the tasks of this host have said, and what other launchers report.
+  """
+  own, _, path = os.environ.get(VARIABLE, '').partition('@')
+  newest = {}
+  with contextlib.suppress(OSError), open(path, encoding='utf-8') as file:
+    for line in file:
+      word, _, task = line.strip().partition(' ')
+      if (word, task) == (TRAINED, own):
+        return False  # It trains a second time.
+      newest[task] = word
+  return TRAINED in newest.values()
+
+
 def say(word: str) -> None:
   """Tells the launcher, if there is one, `ELASTIC` or `TRAINED`.
 
   The launcher lets a task that has trained write its results, and does not start
   it again.
   """
-  task, _, path = os.environ.get(VARIABLE, '').partition('@')
+  _append(word, os.environ.get(VARIABLE, ''))
+
+
+def _append(word: str, variable: str) -> None:
+  task, _, path = variable.partition('@')
   # There may be no launcher, or one on another host.
   with contextlib.suppress(OSError):
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)

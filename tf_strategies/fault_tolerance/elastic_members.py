@@ -19,6 +19,7 @@ from absl import logging
 
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import checkpointer
+from tf_strategies.cluster import launcher_note
 from tf_strategies.fault_tolerance import elastic_options, elastic_state
 from tf_strategies.keras import chief_only
 from tf_strategies.strategies.multi_worker import input as input_lib
@@ -192,11 +193,16 @@ class Members:
 
   def _check_finished(self) -> None:
     """Raises JobFinishedError for a worker that comes too late."""
+    source = None
     if self._marks is not None and self._marks.is_finished:
+      source = self._marks.directory
+    elif not self._state.order and launcher_note.is_over():
+      source = 'the launcher'
+    if source is not None:
       raise errors.JobFinishedError(
-        f'The training of this job has been completed, as {self._marks.directory} '
-        'says. Fix: nothing is left to do; for another training pass another '
-        'ElasticOptions(directory=...).'
+        f'The training of this job has been completed, as {source} says. Fix: '
+        'nothing is left to do; for another training start another job, or pass '
+        'another ElasticOptions(directory=...).'
       )
 
   def _abort(self, error: BaseException) -> None:

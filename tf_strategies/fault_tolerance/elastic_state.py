@@ -44,6 +44,7 @@ class SharedState:
   def __init__(self):
     self.strategy: Any = None
     self.position = Position()
+    self.is_shared = False
     # Calls of the optimizer until there.
     self.iterations = 0
     self.num_steps = 0

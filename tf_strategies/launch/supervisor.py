@@ -392,6 +392,8 @@ class Supervisor:
       name, status, has_trained = said
       [task] = [t for t in self._tasks if t.spec.name == name]
       task.has_trained = has_trained
+      if has_trained:
+        self._note.pass_on(launcher_note.TRAINED, name)
       self._on_end(_Failure(task.shown, status, task))
     elif what == 'signal':
       self._fail(_Failure(shown, -said[0]))

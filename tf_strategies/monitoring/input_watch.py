@@ -44,7 +44,7 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
       _note, [began, tf.timestamp(), _all_rows(batch)], tf.int64
     )
     with tf.control_dependencies([noted]):
-      return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+      return copied(batch)
 
   watched = tf.data.Dataset.zip((begins, dataset)).map(tell)
   options = tf.data.Options()
@@ -52,6 +52,15 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
   # of the step and not see it wait.
   options.experimental_optimization.inject_prefetch = False
   return watched.with_options(options)
+
+
+def copied(structure):
+  """Returns a structure with copies of its tensors; None stays None."""
+  return tf.nest.map_structure(
+    lambda tensor: None if tensor is None else tf.identity(tensor),
+    structure,
+    expand_composites=True,
+  )
 
 
 def _note(began, ended, all_rows):
@@ -65,7 +74,8 @@ def _note(began, ended, all_rows):
 
 def _all_rows(batch):
   """Returns the number of rows of all workers, or -1 if it is unknown."""
-  leaf = next(iter(tf.nest.flatten(batch)), None)
+  leaves = tf.nest.flatten(batch)
+  leaf = next((leaf for leaf in leaves if leaf is not None), None)
   # Batches of several workers carry the rows of all of their replicas.
   all_rows = getattr(leaf, 'all_rows', None)
   if all_rows is not None:

@@ -83,6 +83,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
       variable.sparse_read,
       lambda i: tf.gather(variable, i),
       lambda i: tf.nn.embedding_lookup(variable, i),
+      lambda i: tf.gather_nd(variable, i[..., None]),
     ):
       self.assertAllEqual(read(indices), expected)
       graph = tf.function(read).get_concrete_function(indices)

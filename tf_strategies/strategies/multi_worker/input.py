@@ -101,6 +101,7 @@ def _same_data(extended, dataset) -> tf.data.Dataset:
 
   def checked(index, batch, parts):
     leaves = tf.nest.flatten(batch, expand_composites=True)
+    leaves = [leaf for leaf in leaves if leaf is not None]
     # Of batches 0, 1, 2, 4, 8, ...: most steps do not call Python.
     is_same = tf.cond(
       tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0),
@@ -108,9 +109,7 @@ def _same_data(extended, dataset) -> tf.data.Dataset:
       lambda: tf.constant(0, tf.int64),
     )
     with tf.control_dependencies([is_same]):
-      batches, all_rows = tf.nest.map_structure(
-        tf.identity, parts, expand_composites=True
-      )
+      batches, all_rows = input_watch.copied(parts)
     return _with_rows(extended, batches, all_rows)
 
   dataset = dataset.enumerate().map(with_parts).prefetch(1).map(checked)

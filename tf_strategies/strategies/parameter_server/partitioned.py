@@ -192,6 +192,10 @@ class PartitionedVariable(
     owner = tf.cast(tf.searchsorted(starts, rows, side='right'), tf.int32) - 1
     return owner, rows - tf.gather(starts, owner)
 
+  def gather_nd(self, indices, name=None):
+    """Returns elements as `tf.gather_nd`; reads all parts."""
+    return tf.gather_nd(self.read_value(), indices, name=name)
+
   def split(self, value: Any) -> Sequence[Any]:
     """Returns an argument of an update for each part, by rows if it has the same."""
     if hasattr(value, 'by_part'):
