@@ -5,6 +5,7 @@ import json
 from absl.testing import absltest
 
 from benchmarks import processes
+from tests.architecture import project
 
 # ARCHITECTURE.md says where each one is replaced. Before adding one, remove
 # another.
@@ -85,6 +86,9 @@ class ReplacedTest(absltest.TestCase):
     self.assertLessEqual(len(_REPLACED), 12)
     for never in ('BaseOptimizer.apply', 'LossScaleOptimizer.apply'):
       self.assertFalse([name for name in _REPLACED if name.endswith(never)])
+    for path, text in project.text_files().items():
+      if path.startswith('tf_strategies/'):
+        self.assertNotRegex(text, r'(_call_flat|__call__) = ', path)
 
 
 if __name__ == '__main__':

@@ -28,7 +28,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   TrackedAsAnother,
   autograph_convert,
   call_with,
-  captures_noted,
   compiled_operations,
   copy_op,
   create_now,

@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -100,41 +100,11 @@ _extract_stack = load(
 
 
 class _Tracing(threading.local):
-  # Called with the captures of a function that runs eagerly.
-  note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
   # Of all operations that are copied.
   stack: Any = None
 
 
 _tracing = _Tracing()
-_call_concrete = _ConcreteFunction._call_flat
-_noting = []  # The threads in `captures_noted`.
-
-
-def _note_and_call(self, tensor_inputs, captured_inputs):
-  if _tracing.note_captures is not None and tf.executing_eagerly():
-    _tracing.note_captures(captured_inputs)
-  return _call_concrete(self, tensor_inputs, captured_inputs)
-
-
-@contextlib.contextmanager
-def captures_noted(
-  note: Callable[[Sequence[tf.Tensor]], None],
-) -> Iterator[None]:
-  """Calls `note` with the captures of each function before this thread runs it eagerly.
-
-  Replaces `ConcreteFunction._call_flat` while a thread is in the context.
-  """
-  before, _tracing.note_captures = _tracing.note_captures, note
-  _noting.append(threading.get_ident())
-  _ConcreteFunction._call_flat = _note_and_call
-  try:
-    yield
-  finally:
-    _tracing.note_captures = before
-    _noting.pop()
-    if not _noting:
-      _ConcreteFunction._call_flat = _call_concrete
 
 
 def replace_captures(others: Mapping[int, tf.Tensor]) -> None:

@@ -214,6 +214,8 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     self._functions = weakref.WeakKeyDictionary()
     # This strategy's variables, by the `id` of the handle in traced steps.
     self.by_handle = weakref.WeakValueDictionary()
+    # References to the sums over replicas, in the order of their creation.
+    self._sums: list[weakref.ref] = []
 
   @property
   def places(self) -> range:
@@ -359,6 +361,15 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   does_what_is_done_once = True
   # Whether every replica holds the whole value of sums such as metrics.
   holds_sums_whole = False
+
+  def captured_sums(self) -> list[tf.Variable | None]:
+    """Returns the sums over replicas, in the order of creation.
+
+    None stands for one that no function uses. Workers that share parts have the same
+    list.
+    """
+    sums = [reference() for reference in self._sums]
+    return [v if v is not None and v.is_captured else None for v in sums]
 
   def total_of(self, variable) -> tf.Tensor:
     """Returns the value, eagerly, of a variable that is a sum over replicas."""
@@ -566,6 +577,8 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     if isinstance(variable, tf.distribute.DistributedValues):
       self.has_variables = True
       self.by_handle[id(variable.values[0].handle)] = variable
+      if replica_exchange.is_sum(variable):
+        self._sums.append(weakref.ref(variable))
     return variable
 
   def _update(self, var, fn, args, kwargs, group):

@@ -164,6 +164,8 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   """
 
   holds_whole = False
+  # Whether a function that was traced uses it.
+  is_captured = False
 
   def hold_whole(self) -> None:
     """Makes every copy hold the sum from now on. It must still be zero.
@@ -171,9 +173,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     Raises:
       UnsupportedOptionError: if replicas already hold parts of it.
     """
-    with tf.init_scope():
-      are_parts = any(np.any(copy.numpy()) for copy in self.values)
-    if are_parts:
+    if self.has_parts():
       raise errors.UnsupportedOptionError(
         f'{self.name!r} in an elastic job, of which a loop with strategy.run '
         'has given each replica a part',
@@ -181,6 +181,11 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
         'reset it before fit or evaluate, or use another metric in the loop',
       )
     self.holds_whole = True
+
+  def has_parts(self) -> bool:
+    """Returns whether any copy holds more than zero."""
+    with tf.init_scope():
+      return any(np.any(copy.numpy()) for copy in self.values)
 
   def assign(self, value, use_locking=False, name=None, read_value=True):
     """Sets this replica's part, or the reduced value outside of replicas."""

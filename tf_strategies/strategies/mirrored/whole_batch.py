@@ -79,9 +79,12 @@ class _OneDevice(_tf_internal.OneDeviceContext):
 
 
 def note_use(variable: tf.Variable) -> None:
-  """Records that an eager step reads or writes a sum over replicas."""
-  if _state.use_sum is not None and tf.executing_eagerly():
-    _state.use_sum(variable)
+  """Records that a function or an eager step reads or writes a sum over replicas."""
+  if not tf.executing_eagerly():
+    variable.is_captured = True
+  if _state.use_sum is not None:
+    with tf.init_scope():  # The step may be calling a function for the first time.
+      _state.use_sum(variable)
 
 
 @contextlib.contextmanager
@@ -272,10 +275,8 @@ class WholeStep:
     """Makes the first copies of variables count alone inside the context.
 
     Before an eager step first uses a sum over replicas, its first copy gets the whole
-    sum. This includes sums used only by functions that the step calls. The sums and
-    their order follow from the program alone, so this may be a collective. A loop over
-    all live variables could not be one, because workers collect garbage at different
-    times.
+    sum. The step may call any function, so this includes all sums that functions use.
+    The sums and their order are the same on all workers, so this may be a collective.
 
     Afterwards, the other copies are set equal to the first. Of a sum, the first process
     keeps the whole.
@@ -291,16 +292,13 @@ class WholeStep:
         used[id(variable)] = variable
         replica_exchange.set_copies(variable, extended.total_of(variable))
 
-    def use_captures(captures):
-      for tensor in captures:
-        variable = extended.by_handle.get(id(tensor))
-        if variable is not None:
-          use(variable)
-
+    for variable in filter(None, extended.captured_sums()):
+      # In an elastic job, Python code of a step refuses parts that a loop has made.
+      if not (extended.holds_sums_whole and variable.has_parts()):
+        use(variable)
     before, _state.use_sum = _state.use_sum, use
     try:
-      with _tf_internal.captures_noted(use_captures):
-        yield
+      yield
     finally:
       _state.use_sum = before
     if not extended.does_what_is_done_once:

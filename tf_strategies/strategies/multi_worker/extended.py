@@ -117,6 +117,16 @@ class MultiWorkerExtended(
       # The number of replicas is known, so a sum is enough.
       return self.communicator.sum(tf.pad(rows, [[before, after]]), 'rows')
 
+  def captured_sums(self):
+    """See base class. Workers collect garbage at different times."""
+    sums = super().captured_sums()
+    if not sums or self.holds_sums_whole:
+      return sums
+    exist = tf.cast([v is not None for v in sums], tf.int32)
+    counts = self.communicator.sum(exist, 'metric').numpy()
+    size = self.communicator.world_size
+    return [v for v, count in zip(sums, counts, strict=True) if count == size]
+
   def total_of(self, variable):
     """See base class."""
     mine = super().total_of(variable)
