@@ -195,6 +195,7 @@ _OFTEN_SHARDED = (
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding_clipnorm',
   'mixed_float16_global_clipnorm',
+  'lazy_rows',
   'run_eagerly_1_row',
   'table_adagrad',
   'two_optimizers',

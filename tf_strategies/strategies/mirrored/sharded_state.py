@@ -207,11 +207,16 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
 
   def scatter_add(self, sparse_delta, use_locking=False, name=None):
     """Does the same as `tf.Variable.scatter_add`."""
-    return self.assign_add(tf.convert_to_tensor(sparse_delta))
+    return self.assign_add(self._dense(sparse_delta))
 
   def scatter_sub(self, sparse_delta, use_locking=False, name=None):
     """Does the same as `tf.Variable.scatter_sub`."""
-    return self.assign_sub(tf.convert_to_tensor(sparse_delta))
+    return self.assign_sub(self._dense(sparse_delta))
+
+  def _dense(self, slices):
+    return tf.math.unsorted_segment_sum(
+      slices.values, slices.indices, self.shape[0]
+    )
 
   # `tf.train.Checkpoint` saves it as a whole.
 
