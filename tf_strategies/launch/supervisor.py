@@ -75,54 +75,38 @@ class LaunchOptions:
 
 
 @dataclasses.dataclass
-class _Task:
-  """A task, and its present attempt if it is one of this host.
+class _Part:
+  """A task, with its present attempt if it is one of this host; or another host.
 
   Attributes:
-    spec: the task.
-    shown: its name in messages, with the host if that is another one.
-    lines: its output; None on another host.
+    shown: name in messages, with the host if that is another one: 'worker 1', or
+      'node 1 (host)'.
+    spec: the task; None for a host.
+    lines: output of a task of this host.
     process: the attempt, until nothing is left of it.
     attempt: the number of restarts.
-    has_trained: whether it has trained to the end, in an elastic job.
-    status: set when the task is not started again.
-  """
-
-  spec: tasks.TaskSpec
-  shown: str
-  lines: output.TaskOutput | None
-  process: process.TaskProcess | None = None
-  attempt: int = 0
-  has_trained: bool = False
-  status: int | None = None
-
-
-@dataclasses.dataclass
-class _Failure:
-  """The end of a task, or of a launcher.
-
-  Attributes:
-    shown: name in messages, with the host: 'worker 1', or 'node 1 (host)'.
-    status: as of `_Task`.
-    task: the task, if it is one.
-    at: time by the clock of reapers, in nanoseconds.
+    has_trained: whether a task has trained to the end, in an elastic job.
+    status: set at the end, when a task is not started again.
     why: how it ended, in words.
   """
 
   shown: str
-  status: int
-  task: _Task | None = None
-  at: int = dataclasses.field(default_factory=time.monotonic_ns)
+  spec: tasks.TaskSpec | None = None
+  lines: output.TaskOutput | None = None
+  process: process.TaskProcess | None = None
+  attempt: int = 0
+  has_trained: bool = False
+  status: int | None = None
   why: str = ''
 
-  def __post_init__(self):
-    self.why = self.why or output.ending(self.status)
+  @property
+  def is_training(self) -> bool:
+    """Returns whether the training needs it."""
+    return self.spec is None or self.spec.is_training
 
-
-def _failure_of(task: _Task) -> _Failure:
-  """Returns the failure of a task of this host, whose command has ended."""
-  process = task.process
-  return _Failure(task.shown, process.status, task, process.ended_at)
+  def end(self, status: int, why: str = '') -> None:
+    """Notes the end."""
+    self.status, self.why = status, why or output.ending(status)
 
 
 class Supervisor:
@@ -157,10 +141,10 @@ class Supervisor:
     self._late_at = math.inf
     self._is_stopping = False
     self._signal: int | None = None
-    # The failure that the job ends with.
-    self._first: _Failure | None = None
-    # Tasks and launchers that an elastic job goes on without.
-    self._lost: list[_Failure] = []
+    # What the job failed with.
+    self._first: _Part | None = None
+    # Tasks and hosts that an elastic job goes on without.
+    self._lost: list[_Part] = []
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
@@ -197,10 +181,10 @@ class Supervisor:
     status = self._first.status if self._first else -(self._signal or 0)
     return status if status >= 0 else 128 - status
 
-  def _make_task(self, spec: tasks.TaskSpec) -> _Task:
+  def _make_task(self, spec: tasks.TaskSpec) -> _Part:
     if self._launchers is not None and spec.node != self._launchers.rank:
-      return _Task(spec, f'{spec.name} on {self._node(spec.node)}', None)
-    return _Task(spec, spec.name, self._make_output(spec))
+      return _Part(f'{spec.name} on {self._node(spec.node)}', spec)
+    return _Part(spec.name, spec, self._make_output(spec))
 
   def _make_output(self, spec: tasks.TaskSpec) -> output.TaskOutput:
     log = None
@@ -220,7 +204,7 @@ class Supervisor:
     write = self._out.write if is_shown else lambda line: None
     return output.TaskOutput(f'[{spec.name}] '.encode(), write, log)
 
-  def _start(self, task: _Task) -> None:
+  def _start(self, task: _Part) -> None:
     environment = tasks.full_environment(task.spec, os.environ, task.attempt)
     note = self._note.variable(task.spec.name)
     task.lines.begin(environment['TF_CPP_MIN_LOG_LEVEL'] > '0')
@@ -231,21 +215,21 @@ class Supervisor:
       task.lines,
     )
 
-  def _running(self) -> list[_Task]:
+  def _running(self) -> list[_Part]:
     return [task for task in self._tasks if task.process is not None]
 
-  def _own(self) -> list[_Task]:
+  def _own(self) -> list[_Part]:
     """Returns the tasks of this host."""
     return [task for task in self._tasks if task.lines is not None]
 
-  def _training(self) -> list[_Task]:
+  def _training(self) -> list[_Part]:
     """Returns the training tasks of all hosts that have not ended."""
-    return [t for t in self._tasks if t.spec.is_training and t.status is None]
+    return [t for t in self._tasks if t.is_training and t.status is None]
 
   @property
   def _has_ended_well(self) -> bool:
     """Returns whether a training task has ended with 0."""
-    return any(t.spec.is_training and t.status == 0 for t in self._tasks)
+    return any(t.is_training and t.status == 0 for t in self._tasks)
 
   def _node(self, node: int) -> str:
     return f'node {node} ({self._launchers.hosts[node].host})'
@@ -281,7 +265,7 @@ class Supervisor:
     self._read_note()
     over = [task for task in self._running() if task.process.is_gone]
     # The reapers' clock tells who was first, whatever the order of hearing.
-    for task in sorted(over, key=lambda task: task.process.ended_at):
+    for task in sorted(over, key=_ended_at):
       self._on_over(task)
     while self._launchers and self._launchers.events and not self._is_stopping:
       self._hear(*self._launchers.events.popleft())
@@ -301,58 +285,55 @@ class Supervisor:
         self._is_elastic = True
         self._tell('elastic')
 
-  def _on_over(self, task: _Task) -> None:
+  def _on_over(self, task: _Part) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
-    failure = _failure_of(task)
-    is_late = task.spec.is_training and self._has_ended_well
+    status = task.process.status
+    is_late = task.is_training and self._has_ended_well
     if self._is_stopping:
-      task.status = failure.status
+      task.end(status)
     elif (
-      failure.status not in _NEVER_RESTARTED
+      status not in _NEVER_RESTARTED
       and task.attempt < self._options.max_restarts
       and not is_late
       and not task.has_trained
     ):
       task.attempt += 1
       self._say(
-        f'{task.spec.name}: {failure.why}. Starting it again '
+        f'{task.shown}: {output.ending(status)}. Starting it again '
         f'({task.attempt} of {self._options.max_restarts}).'
       )
       self._start(task)
       return
     else:
-      self._tell('end', task.spec.name, failure.status, task.has_trained)
-      self._on_end(failure)
+      self._tell('end', task.spec.name, status, task.has_trained)
+      self._on_end(task, status)
     task.process = None
 
-  def _on_end(self, failure: _Failure) -> None:
+  def _on_end(self, part: _Part, status: int, why: str = '') -> None:
     """Follows the end of a task on any host, for good or bad, or of another host."""
-    if failure.task:
-      is_first = failure.task.spec.is_training and not self._has_ended_well
-      failure.task.status = failure.status
-      if failure.status == 0:
-        if is_first and self._is_elastic:
-          self._late_at = time.monotonic() + self._options.grace_period
-        return
-    if self._is_elastic:
-      self._lose(failure)
+    is_first = part.is_training and not self._has_ended_well
+    part.end(status, why)
+    if status == 0:
+      if is_first and self._is_elastic:
+        self._late_at = time.monotonic() + self._options.grace_period
+    elif self._is_elastic:
+      self._lose(part)
     else:
-      self._fail(self._earliest(failure))
+      # Processes of a task that failed before may be about to end.
+      ending = [task for task in self._running() if task.process.status]
+      first = min(ending, key=_ended_at, default=part)
+      if first is not part:
+        first.end(first.process.status)
+      self._fail(first)
 
-  def _lose(self, failure: _Failure) -> None:
+  def _lose(self, part: _Part) -> None:
     """Goes on without a task, or another host, of an elastic job."""
-    self._lost.append(failure)
+    self._lost.append(part)
     self._say(
-      f'{failure.shown} is lost: {failure.why}. The job is elastic: the others go '
-      'on.'
+      f'{part.shown} is lost: {part.why}. The job is elastic: the others go on.'
     )
-    if failure.task and failure.task.has_trained:
-      self._first = self._first or failure
-
-  def _earliest(self, failure: _Failure) -> _Failure:
-    # Processes of one that failed before may be about to end.
-    ending = [_failure_of(t) for t in self._running() if t.process.status]
-    return min([failure, *ending], key=lambda failure: failure.at)
+    if part.has_trained:
+      self._first = self._first or part
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
@@ -373,8 +354,8 @@ class Supervisor:
         )
         task.process.send(signal.SIGTERM)
 
-  def _lost_training(self) -> list[_Failure]:
-    return [f for f in self._lost if not f.task or f.task.spec.is_training]
+  def _lost_training(self) -> list[_Part]:
+    return [part for part in self._lost if part.is_training]
 
   def _hear(self, node: int, what: str, *said) -> None:
     """Follows an event of another host.
@@ -385,7 +366,7 @@ class Supervisor:
         started again, 'signal' that ends the job, or 'lost', the host's last event.
       *said: name, status and `has_trained` of the task; the signal.
     """
-    shown = self._node(node)
+    host = _Part(self._node(node))
     if what == 'elastic':
       self._is_elastic = True
     elif what == 'end':
@@ -394,23 +375,24 @@ class Supervisor:
       task.has_trained = has_trained
       if has_trained:
         self._note.pass_on(launcher_note.TRAINED, name)
-      self._on_end(_Failure(task.shown, status, task))
+      self._on_end(task, status)
     elif what == 'signal':
-      self._fail(_Failure(shown, -said[0]))
+      host.end(-said[0])
+      self._fail(host)
     else:
       theirs = [t for t in self._tasks if t.spec.node == node]
       left = [t for t in theirs if t.status is None]
       status = exit_codes.RESTARTABLE_EXIT_CODE
       for task in left:
         task.status = status
-      if any(task.spec.is_training for task in left):
+      if any(task.is_training for task in left):
         why = 'its launcher is gone, or the network to it is cut'
-        self._on_end(_Failure(shown, status, why=why))
+        self._on_end(host, status, why)
 
-  def _fail(self, failure: _Failure) -> None:
-    self._first = failure
+  def _fail(self, part: _Part) -> None:
+    self._first = part
     self._say(
-      f'{failure.shown} failed: {failure.why}. Ending the other tasks '
+      f'{part.shown} failed: {part.why}. Ending the other tasks '
       f'{self._how_it_ends()}.'
     )
     self._stop(signal.SIGTERM)
@@ -454,19 +436,24 @@ class Supervisor:
       self._show_end(self._first, 'failed first')
     if self._first is not None or self._signal is not None:
       return
-    lost = [failure.shown for failure in self._lost_training()]
+    lost = [part.shown for part in self._lost_training()]
     if lost:
       self._say(f'The training has ended well without {", ".join(lost)}.')
-    for failure in self._lost:
-      self._show_end(failure, 'was lost')
+    for part in self._lost:
+      self._show_end(part, 'was lost')
 
-  def _show_end(self, failure: _Failure, what: str) -> None:
-    task = failure.task
-    if task is None or task.lines is None:
+  def _show_end(self, task: _Part, what: str) -> None:
+    """Shows the last lines of a task of this host."""
+    if task.lines is None:
       return
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
     words = 'Its last lines:' if tail else 'It wrote nothing.'
-    self._say(f'{task.spec.name} {what}: {failure.why}{again}. {words}')
+    self._say(f'{task.shown} {what}: {task.why}{again}. {words}')
     for line in tail:
       self._err.write(b'  ' + line + b'\n')
+
+
+def _ended_at(task: _Part) -> int:
+  """Returns when the command of a task of this host ended, by the clock of reapers."""
+  return task.process.ended_at
