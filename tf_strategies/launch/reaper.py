@@ -133,9 +133,12 @@ class Reaper:
     """Returns when neither the task nor anything below it is left."""
     os.set_inheritable(self._channel, False)
     adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGHUP):
-      signal.signal(number, signal.SIG_IGN)
+    # Handlers that do nothing: in the task, whose program is executed, these signals
+    # have their default actions again.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+      signal.signal(number, lambda *_: None)
     self._inbox = Inbox([signal.SIGCHLD, signal.SIGTERM])
+    self._watched = [self._inbox, self._channel]
     if not self._start():
       return
     while self._reap() or self._is_group_left():
@@ -167,31 +170,15 @@ class Reaper:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != self._pid:
       os._exit(1)
-    for number in (
-      signal.SIGCHLD,
-      signal.SIGTERM,
-      signal.SIGINT,
-      signal.SIGHUP,
-      signal.SIGQUIT,
-    ):
-      signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
   def _report(self, status):
-    if self._channel is not None:
-      with contextlib.suppress(OSError):
-        os.write(self._channel, f'{status} {time.monotonic_ns()}'.encode())
+    with contextlib.suppress(OSError):  # The launcher may be gone.
+      os.write(self._channel, f'{status} {time.monotonic_ns()}'.encode())
 
   def _wait(self):
-    watched = [self._inbox]
-    if self._channel is not None:
-      watched.append(self._channel)
-    timeout = None
-    if not self._is_running:
-      timeout = _POLL_SECONDS
-    elif self._kill_at < math.inf:
-      timeout = max(0.0, self._kill_at - time.monotonic())
-    ready, _, _ = select.select(watched, [], [], timeout)
+    timeout = None if self._kill_at == math.inf else _POLL_SECONDS
+    ready, _, _ = select.select(self._watched, [], [], timeout)
     if signal.SIGTERM in self._inbox.read():
       self._end_softly(signal.SIGTERM)
     if self._channel in ready:
@@ -203,8 +190,7 @@ class Reaper:
     except OSError:
       numbers = b''
     if not numbers:
-      os.close(self._channel)
-      self._channel = None
+      self._watched.remove(self._channel)
       numbers = bytes([signal.SIGTERM])
     for number in numbers:
       if number == signal.SIGKILL:
