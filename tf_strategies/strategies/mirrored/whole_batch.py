@@ -83,7 +83,8 @@ def note_use(variable: tf.Variable) -> None:
   if not tf.executing_eagerly():
     variable.is_captured = True
   if _state.use_sum is not None:
-    with tf.init_scope():  # The step may be calling a function for the first time.
+    # The step may be calling a function for the first time.
+    with tf.init_scope():
       _state.use_sum(variable)
 
 
