@@ -315,8 +315,6 @@ def _typed(directory: str, what: str) -> Iterator[None]:
   """Raises what the file system refuses as an error of this package."""
   try:
     yield
-  except errors.Error:
-    raise
   except OSError as e:
     error = errors.StorageError(
       f'A checkpoint in {directory} cannot be {what}: {e}. Fix: make '
