@@ -38,6 +38,10 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   )
 
   @property
+  def _cluster_resolver(self):
+    return strategy.resolver_of_group(self.communicator.group)
+
+  @property
   def _num_replicas_in_sync(self):
     if self.communicator.is_member:
       return super()._num_replicas_in_sync
@@ -174,8 +178,3 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
       'devices of a worker': len(devices),
       **ring_strategy.set_up_of(options),
     }
-
-  @property
-  def cluster_resolver(self):
-    """See base class: describes the workers that are members now."""
-    return strategy.resolver_of_group(self.process_group)

@@ -65,10 +65,6 @@ class MultiWorkerExtended(
   # In an elastic job they change with the workers.
 
   @property
-  def _cluster_resolver(self):
-    return self._container_strategy().cluster_resolver
-
-  @property
   def _cluster_spec(self):
     # TensorFlow has None if no cluster is given.
     spec = self._cluster_resolver.cluster_spec()

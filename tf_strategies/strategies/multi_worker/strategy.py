@@ -19,7 +19,12 @@ _agreed: dict[str, int] = {}
 class MultiWorkerStrategy(
   mirrored_strategy.ExactStrategy, tf.distribute.Strategy
 ):
-  """Replicas on several workers, each of which runs the same program."""
+  """Replicas on several workers, each of which runs the same program.
+
+  `cluster_resolver` describes the cluster and this task to TensorFlow. Without a
+  cluster it is empty, and has no task. A process group's members are workers, numbered
+  by rank.
+  """
 
   @classmethod
   def place_in(
@@ -67,7 +72,7 @@ class MultiWorkerStrategy(
       self, devices, cross_device_ops, communicator
     )
     tf.distribute.Strategy.__init__(self, extended)
-    self._cluster_resolver = resolver
+    extended._cluster_resolver = resolver  # Read by `cluster_resolver`, too.
     own, proposal = proposed_seed()
     setup = {'devices of a worker': len(devices), **setup}
     setups, seeds = zip(
@@ -79,15 +84,6 @@ class MultiWorkerStrategy(
       'start all workers with the same program and settings',
     )
     take_seed(own, seeds[0])
-
-  @property
-  def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Returns the cluster and this task as TensorFlow describes them.
-
-    Without a cluster it is empty, and has no task. A process group's members
-    are workers, numbered by rank.
-    """
-    return self._cluster_resolver
 
   @property
   def rank(self) -> int:
