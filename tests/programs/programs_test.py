@@ -30,7 +30,7 @@ from tests.programs import (
   steps,
 )
 from tests.programs.cases import CASES, STRATEGIES
-from tf_strategies.strategies.mirrored import replica_exchange
+from tf_strategies.spmd import exchange
 
 virtual_devices.configure()
 
@@ -415,7 +415,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_wrong_sum_is_detected(self):
-    add = replica_exchange.ReplicaExchange.add
+    add = exchange.Exchange.add
 
     def wrong(self, *args):
       return [
@@ -423,7 +423,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         for sums in add(self, *args)
       ]
 
-    with mock.patch.object(replica_exchange.ReplicaExchange, 'add', wrong):
+    with mock.patch.object(exchange.Exchange, 'add', wrong):
       # Adam hides a constant factor.
       found = runner.run('rows_69', STRATEGIES[0].create())
     with self.assertRaises(AssertionError):

@@ -1,31 +1,39 @@
-"""How replicas meet between the blocks of a program: what strategies implement."""
+"""How replicas meet between the blocks of a program."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
+from tf_strategies.spmd import pieces
 from tf_strategies.spmd.kinds import Shard
 from tf_strategies.spmd.program import Tensor
 from tf_strategies.spmd.site import Site
 
+_SUM = tf.distribute.ReduceOp.SUM
+# `[i][t]` is tensor t of local replica i, or of `sites[i]`, one of the places that
+# need it: all replicas, some of them, or a home device.
+Columns: TypeAlias = Sequence[Sequence[tf.Tensor]]
 
-class Exchange(abc.ABC):
-  """How replicas meet. It is called while a step is traced, not when it runs.
 
-  `columns[r][t]` is tensor t of local replica r. `[s][t]` of a result is tensor t for
-  `sites[s]`, the places that need it: all replicas, some of them, or a home device.
+class Exchange:
+  """How the replicas of one process meet. Subclasses define it for several processes.
+
+  It is called while a step is traced, not when it runs.
   """
 
-  @abc.abstractmethod
+  def __init__(self, ops: tf.distribute.CrossDeviceOps):
+    self._ops = ops
+
   def add(
     self,
-    columns: Sequence[Sequence[tf.Tensor]],
+    columns: Columns,
     sites: Sequence[Site],
     gradients: Sequence[str | None],
-  ) -> list[list[tf.Tensor]]:
+  ) -> Columns:
     """Returns the sums over all replicas; for each site a list of tensors.
 
     Args:
@@ -34,34 +42,79 @@ class Exchange(abc.ABC):
       gradients: for each tensor of a column, the name of the variable whose
         gradient it is. None for other tensors, which are never compressed.
     """
+    del gradients
+    values = [
+      _tf_internal.PerReplica(row) for row in zip(*columns, strict=True)
+    ]
+    # If one site needs the sums, they are reduced to its device alone.
+    is_one = len(sites) == 1 and len(columns) > 1
+    pairs = [(v, sites[0].device if is_one else v) for v in values]
+    sums = self._ops.batch_reduce(_SUM, pairs)
+    return [[_at(value, site) for value in sums] for site in sites]
 
-  @abc.abstractmethod
   def scatter(
     self,
-    columns: Sequence[Sequence[tf.Tensor]],
+    columns: Columns,
     shard: Shard,
     sites: Sequence[Site],
     are_gradients: bool,
-  ) -> list[list[tf.Tensor]]:
+  ) -> Columns:
     """Returns each local replica's pieces of the sums over all replicas."""
+    del are_gradients
+    rows = []
+    for site, column in zip(sites, columns, strict=True):
+      with tf.device(site.device):
+        rows.append([tf.unstack(pieces.rows(t, shard)) for t in column])
+    pairs = [
+      (_tf_internal.PerReplica([parts[place] for parts in row]), site.device)
+      for place, site in enumerate(sites)
+      for row in zip(*rows, strict=True)
+    ]
+    sums = iter(self._ops.batch_reduce(_SUM, pairs))
+    return [[next(sums) for _ in columns[0]] for _ in sites]
 
-  @abc.abstractmethod
   def join(
     self,
-    columns: Sequence[Sequence[tf.Tensor]],
+    columns: Columns,
     shapes: Sequence[tf.TensorShape],
     sites: Sequence[Site],
-  ) -> list[list[tf.Tensor]]:
+  ) -> Columns:
     """Returns, for each site, whole tensors of these shapes from the replicas' pieces."""
+    results = [[] for _ in sites]
+    for row, shape in zip(zip(*columns, strict=True), shapes, strict=True):
+      gathered = self.gather(row, 0, sites)
+      for site, flat, column in zip(sites, gathered, results, strict=True):
+        with tf.device(site.device):
+          column.append(pieces.joined(flat, shape))
+    return results
 
-  @abc.abstractmethod
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
     """Returns the concatenation of all replicas' tensors, in the order of the rows."""
+    value = _tf_internal.PerReplica(values)
+    gathered = self._ops._gather(value, value, axis)
+    return [_at(gathered, site) for site in sites]
 
-  @abc.abstractmethod
   def first(
     self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
     """Returns the first replica's tensor: `value`, which is None in other processes."""
+    del like
+    return at_each(sites, lambda: tf.identity(value))
+
+
+def _at(value, site):
+  """Returns a mirrored value at a site."""
+  if not isinstance(value, tf.distribute.DistributedValues):
+    return value
+  return value.values[site.replica or 0]
+
+
+def at_each(sites, make):
+  """Calls `make` on the device of each site, and returns the values."""
+  results = []
+  for site in sites:
+    with tf.device(site.device):
+      results.append(make())
+  return results

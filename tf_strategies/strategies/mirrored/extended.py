@@ -26,9 +26,9 @@ from tf_strategies.spmd import program
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
-  replica_exchange,
   run_context,
   sharded_state,
+  variable_copies,
   variables,
   whole_batch,
 )
@@ -381,7 +381,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
 
   def exchange(self) -> exchange_lib.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
-    return replica_exchange.ReplicaExchange(self._get_cross_device_ops(None))
+    return exchange_lib.Exchange(self._get_cross_device_ops(None))
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`. The rows are read inside it, so it is not retraced."""
@@ -577,7 +577,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     if isinstance(variable, tf.distribute.DistributedValues):
       self.has_variables = True
       self.by_handle[id(variable.values[0].handle)] = variable
-      if replica_exchange.is_sum(variable):
+      if variable_copies.is_sum(variable):
         self._sums.append(weakref.ref(variable))
     return variable
 

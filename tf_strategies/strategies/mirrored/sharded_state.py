@@ -20,7 +20,7 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.strategies.mirrored import replica_exchange, whole_batch
+from tf_strategies.strategies.mirrored import variable_copies, whole_batch
 
 # In elements. Dividing a shorter slot adds more operations than it saves bytes.
 _SHORTEST = 64
@@ -92,7 +92,7 @@ class StateShards:
       result = fn(*args, **kwargs)
     for variable in tf.nest.flatten([args, kwargs]):
       if isinstance(variable, _tf_internal.MirroredVariable):
-        replica_exchange.copy_first(variable)
+        variable_copies.copy_first(variable)
     return result
 
   def warn(self, optimizer: keras.optimizers.Optimizer) -> None:

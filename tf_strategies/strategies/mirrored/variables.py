@@ -14,8 +14,8 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import (
-  replica_exchange,
   run_context,
+  variable_copies,
   whole_batch,
 )
 
@@ -41,12 +41,12 @@ class _Distributed:
     For a sum, the first replica of all gets the whole value and the others
     zero. Dividing it by their number would round it.
     """
-    if not replica_exchange.is_sum(self):
+    if not variable_copies.is_sum(self):
       return tf.group([copy.assign(value) for copy in self.values])
     extended = self.distribute_strategy.extended
     is_first = extended._get_replica_id_in_sync_group(0) == 0
     total = value if is_first else tf.zeros_like(value)
-    return replica_exchange.set_copies(self, total)
+    return variable_copies.set_copies(self, total)
 
   def __int__(self):
     return int(self.numpy())

@@ -26,8 +26,8 @@ from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
-  replica_exchange,
   run_context,
+  variable_copies,
 )
 
 
@@ -285,13 +285,13 @@ class WholeStep:
     extended, used = self._extended, {}
 
     def use(variable):
-      if id(variable) in used or not replica_exchange.is_sum(variable):
+      if id(variable) in used or not variable_copies.is_sum(variable):
         return
       if extended.holds_sums_whole:
         variable.hold_whole()
       else:
         used[id(variable)] = variable
-        replica_exchange.set_copies(variable, extended.total_of(variable))
+        variable_copies.set_copies(variable, extended.total_of(variable))
 
     for variable in filter(None, extended.captured_sums()):
       # In an elastic job, Python code of a step refuses parts that a loop has made.
@@ -305,11 +305,11 @@ class WholeStep:
     if not extended.does_what_is_done_once:
       for variable in used.values():
         zero = tf.zeros_like(variable.values[0])
-        replica_exchange.set_copies(variable, zero)
+        variable_copies.set_copies(variable, zero)
     for variable in list(extended.by_handle.values()):
       is_divided = 'shard' in vars(variable)
-      if not (is_divided or replica_exchange.is_sum(variable)):
-        replica_exchange.copy_first(variable)
+      if not (is_divided or variable_copies.is_sum(variable)):
+        variable_copies.copy_first(variable)
 
   def _whole(self, leaf, sites):
     """Returns all rows of a batch."""
@@ -386,7 +386,7 @@ class WholeStep:
       resource = _Resource() if external.dtype == tf.resource else None
       variable = self._extended.by_handle.get(id(external))
       if variable is not None:
-        is_sum = replica_exchange.is_sum(variable)
+        is_sum = variable_copies.is_sum(variable)
         if is_sum and self._extended.holds_sums_whole:
           variable.hold_whole()
           is_sum = False

@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, option_checks
 from tf_strategies.keras import local_steps as optimizers_lib
+from tf_strategies.spmd import exchange
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
-  replica_exchange,
   run_context,
+  variable_copies,
   whole_batch,
 )
 
@@ -115,7 +116,7 @@ class TrainsApart:
       yield
     if len(devices) > 1:
       for variable in written:
-        replica_exchange.copy_first(variable)
+        variable_copies.copy_first(variable)
 
 
 class LocalStep(whole_batch.WholeStep):
@@ -184,7 +185,7 @@ class LocalStep(whole_batch.WholeStep):
     return host_input.counts_of(batch)
 
   def _exchange(self):
-    return replica_exchange.ReplicaExchange(self._extended.local_ops)
+    return exchange.Exchange(self._extended.local_ops)
 
   def _report(self):
     """Returns the results of a step without rows: those of metrics, or zeros."""
@@ -224,7 +225,7 @@ class LocalStep(whole_batch.WholeStep):
       v
       for v in used
       if v is not None
-      and not (v.trainable or replica_exchange.is_sum(v))
+      and not (v.trainable or variable_copies.is_sum(v))
       and v.dtype.is_floating
       and id(v) not in of_optimizers
     ]

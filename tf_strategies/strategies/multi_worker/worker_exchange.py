@@ -2,11 +2,10 @@
 
 import tensorflow as tf
 
-from tf_strategies.spmd import pieces
-from tf_strategies.strategies.mirrored import replica_exchange
+from tf_strategies.spmd import exchange, pieces
 
 
-class WorkerExchange(replica_exchange.ReplicaExchange):
+class WorkerExchange(exchange.Exchange):
   """Adds up and gathers the values of the replicas of all workers.
 
   Its cross-device op is the `Communicator`.
@@ -30,7 +29,7 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
     """See base class."""
     whole = self._ops.join_pieces(columns)
     pairs = list(zip(whole, shapes, strict=True))
-    return replica_exchange.at_each(
+    return exchange.at_each(
       sites, lambda: [pieces.joined(*pair) for pair in pairs]
     )
 
@@ -47,4 +46,4 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
         flat = link.gather([tf.reshape(value, [-1])], 0, 'first')
         sizes = link.all_gather(sizes, 'first/shape')
         result = tf.ensure_shape(tf.reshape(flat, sizes), shape)
-    return replica_exchange.at_each(sites, lambda: tf.identity(result))
+    return exchange.at_each(sites, lambda: tf.identity(result))
