@@ -15,15 +15,6 @@ REDUCE = {
   'all': tf.reduce_all,
   'any': tf.reduce_any,
 }
-# What changes nothing in a reduction.
-_NEUTRAL = {
-  'sum': lambda dtype: 0,
-  'prod': lambda dtype: 1,
-  'max': lambda dtype: dtype.min,
-  'min': lambda dtype: dtype.max,
-  'all': lambda dtype: True,
-  'any': lambda dtype: False,
-}
 
 
 def cut(whole: tf.Tensor, shard: kinds.Shard, place) -> tf.Tensor:
@@ -57,6 +48,5 @@ def counted(
   if shard.count * length == elements:
     return piece
   is_own = tf.range(length) < elements - place * length
-  return tf.where(
-    is_own, piece, tf.constant(_NEUTRAL[op](piece.dtype), piece.dtype)
-  )
+  # What nothing is reduced to changes nothing.
+  return tf.where(is_own, piece, REDUCE[op](piece[:0]))
