@@ -365,8 +365,13 @@ class Emitter:
   def _meet(self, pending, level):
     """Lets replicas meet once for all tensors that are ready at this level."""
     plan, exchange = self._plan, self._exchange
-    ready = [t for t in pending if plan.levels[t.node] <= level]
-    ready.sort(key=lambda t: (t.node.number, t.index))
+    # In the order of the program, which is the same on all workers.
+    ready = [
+      tensor
+      for node in plan.program.nodes
+      for tensor in node.outputs
+      if tensor in pending and plan.levels[node] <= level
+    ]
     # Tensors that travel together, and those that travel alone.
     scattered: dict[tuple, list[Tensor]] = {}
     added: dict[tuple, list[Tensor]] = {}

@@ -36,7 +36,6 @@ class Tensor:
   """One output of a node."""
 
   node: Node
-  index: int
   dtype: tf.DType
   shape: tf.TensorShape
 
@@ -45,7 +44,6 @@ class Tensor:
 class Node:
   """An operation: its type, its inputs, and the nodes that must run before it."""
 
-  number: int
   type: str
   name: str
   inputs: list[Tensor]
@@ -113,9 +111,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
   found: dict[Any, Node] = {}
 
   def add(node, outputs):
-    node.outputs = [
-      Tensor(node, i, t.dtype, t.shape) for i, t in enumerate(outputs)
-    ]
+    node.outputs = [Tensor(node, t.dtype, t.shape) for t in outputs]
     nodes.append(node)
     return node
 
@@ -148,8 +144,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
       key = _key(op, inputs, controls, attrs)
       node = found.get(key)
       if node is None:
-        number = len(nodes)
-        node = Node(number, op.type, op.name, inputs, controls, attrs, op)
+        node = Node(op.type, op.name, inputs, controls, attrs, op)
         add(node, op.outputs)
         node.opaque = _tf_internal.opaque_functions(root, op, attrs)
         if not node.opaque:
@@ -164,8 +159,8 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
         tensors[id(tensor)] = ours
 
   arguments = [
-    add(Node(i, '_Argument', t.op.name, [], [], {}, None), [t]).outputs[0]
-    for i, t in enumerate(inputs)
+    add(Node('_Argument', t.op.name, [], [], {}, None), [t]).outputs[0]
+    for t in inputs
   ]
   tensors = dict(zip(map(id, inputs), arguments, strict=True))
   expand(graph, tensors, ())
@@ -184,8 +179,8 @@ def _key(op, inputs, controls, attrs) -> Any:
     return None
   return (
     op.type,
-    tuple((t.node.number, t.index) for t in inputs),
-    frozenset(n.number for n in controls),
+    tuple(inputs),
+    frozenset(controls),
     frozenset(
       (name, value.SerializeToString(deterministic=True))
       for name, value in attrs.items()
