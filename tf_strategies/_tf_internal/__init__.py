@@ -35,7 +35,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   functions_of,
   inlined,
   one_stack,
-  opaque_functions,
   replace_captures,
   rewritten_once,
   spec_of_part,

@@ -159,17 +159,6 @@ def trace(name: str, fn, args):
   return _func_graph_from_py_func(name, fn, args, {})
 
 
-def opaque_functions(root, op, attrs) -> list:
-  """Returns the functions, called by an operation, whose graph TensorFlow did
-  not keep.
-
-  Its older loops, such as the one in `tf.nn.ctc_loss`, have such functions.
-  """
-  names = (a.func.name for a in attrs.values() if a.func.name)
-  found = _functions(root, op, [op.type, *names])
-  return [f for f in found if f is not None and not hasattr(f, 'graph')]
-
-
 _CALLS = frozenset(
   f'{prefix}{kind}'
   for kind in ('PartitionedCall', 'While', 'If', 'Case')
@@ -177,23 +166,28 @@ _CALLS = frozenset(
 )
 
 
-def functions_of(root, op) -> dict[str, Any]:
-  """Returns the graphs of the functions that a call, a branch or a loop runs.
+def functions_of(root, op, attrs) -> tuple[dict[str, Any], list]:
+  """Returns the graphs of functions that an operation calls, and the other functions.
 
-  They are by the name of the attribute, or by the number in a list.
+  The graphs are those that a call, a branch or a loop runs, by the name of the
+  attribute, or by the number in a list. Of the others TensorFlow did not keep the
+  graph. Its older loops, such as the one in `tf.nn.ctc_loss`, have such functions.
   """
-  names = {}
-  if op.type in _CALLS:
-    for name, value in sorted(op.node_def.attr.items()):
-      if value.func.name:
-        names[name] = value.func.name
-      names |= {str(i): each.name for i, each in enumerate(value.list.func)}
-  found = _functions(root, op, names.values())
-  return {
-    name: function.graph
-    for name, function in zip(names, found, strict=True)
-    if hasattr(function, 'graph')
-  }
+  names = {'': op.type}
+  for name, value in sorted(attrs.items()):
+    if value.func.name:
+      names[name] = value.func.name
+    names |= {str(i): each.name for i, each in enumerate(value.list.func)}
+  graphs, others = {}, []
+  for name, function_name in names.items():
+    function = op.graph._get_function(function_name)
+    function = function or root._get_function(function_name)
+    if hasattr(function, 'graph'):
+      if op.type in _CALLS:
+        graphs[name] = function.graph
+    elif function is not None:
+      others.append(function)
+  return graphs, others
 
 
 def temporary_variable(value: tf.Tensor) -> tf.Tensor:
@@ -280,11 +274,6 @@ def copy_op(
   copy = _c_api.TF_FinishOperation(copy)
   _c_api.TF_SetOpStackTrace(copy, _tracing.stack)
   return graph._create_op_from_tf_operation(copy).outputs
-
-
-def _functions(root, op, names) -> list:
-  """Returns functions by name, each of an operation's own graph or of `root`."""
-  return [op.graph._get_function(n) or root._get_function(n) for n in names]
 
 
 class TrackedAsAnother:

@@ -50,10 +50,10 @@ class Node:
   before: list[Node]
   attrs: dict[str, Any]
   op: Any
+  # The functions that it calls and that have no program.
+  opaque: list
   outputs: list[Tensor] = dataclasses.field(default_factory=list)
   bodies: dict[str, Program] = dataclasses.field(default_factory=dict)
-  # The functions that it calls and that have no program.
-  opaque: list = dataclasses.field(default_factory=list)
 
   @property
   def gradient(self) -> tuple[str, int] | None:
@@ -126,9 +126,14 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
       for control in op.control_inputs:
         controls += nodes_of.get(control.name, [])
       inputs = [tensors[id(t)] for t in op.inputs]
+      attrs = {
+        name: value
+        for name, value in op.node_def.attr.items()
+        if name not in _DROPPED
+      }
+      bodies, opaque = _tf_internal.functions_of(root, op, attrs)
       if op.type in _CALLS:
-        first = len(nodes)
-        body = _tf_internal.functions_of(root, op)['f']
+        first, body = len(nodes), bodies['f']
         inner = dict(zip(map(id, body.inputs), inputs, strict=True))
         expand(body, inner, controls)
         # A graph may have more outputs than the call: derivatives use them.
@@ -136,21 +141,15 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
           tensors[id(tensor)] = inner[id(result)]
         nodes_of[op.name] = [n for n in nodes[first:] if n.is_stateful]
         continue
-      attrs = {
-        name: value
-        for name, value in op.node_def.attr.items()
-        if name not in _DROPPED
-      }
       key = _key(op, inputs, controls, attrs)
       node = found.get(key)
       if node is None:
-        node = Node(op.type, op.name, inputs, controls, attrs, op)
+        node = Node(op.type, op.name, inputs, controls, attrs, op, opaque)
         add(node, op.outputs)
-        node.opaque = _tf_internal.opaque_functions(root, op, attrs)
-        if not node.opaque:
+        if not opaque:
           node.bodies = {
             name: flatten(body, body.inputs, body.outputs, root)
-            for name, body in _tf_internal.functions_of(root, op).items()
+            for name, body in bodies.items()
           }
         if key is not None:
           found[key] = node
@@ -159,7 +158,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
         tensors[id(tensor)] = ours
 
   arguments = [
-    add(Node('_Argument', t.op.name, [], [], {}, None), [t]).outputs[0]
+    add(Node('_Argument', t.op.name, [], [], {}, None, []), [t]).outputs[0]
     for t in inputs
   ]
   tensors = dict(zip(map(id, inputs), arguments, strict=True))

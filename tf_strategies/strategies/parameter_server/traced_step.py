@@ -541,7 +541,7 @@ _PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))
 def _uses(graph, tensor, root) -> Iterator[tf.Operation]:
   """Yields the operations that use a handle, also in functions that others call."""
   for op in tensor.consumers():
-    functions = _tf_internal.functions_of(root, op)
+    functions, _ = _tf_internal.functions_of(root, op, op.node_def.attr)
     # The first input of a branch chooses it.
     first = (
       1 if op.type in ('If', 'StatelessIf', 'Case', 'StatelessCase') else 0
