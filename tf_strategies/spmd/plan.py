@@ -36,7 +36,6 @@ from tf_strategies.spmd.kinds import (
 )
 from tf_strategies.spmd.program import Node, Program, Tensor
 
-_MAX_PASSES = 50
 # The contents of longer tensors of integers are unknown.
 MOST_INTS = 64
 
@@ -135,7 +134,8 @@ class Plan:
           if kind == FIRST:
             cause, why = tensor.node, 'runs once for all replicas'
           raise NeedsExchangeError(f'{cause.type} {cause.name!r} {why}')
-        if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
+        forced = self.forced.get(tensor)
+        if meets and isinstance(kind, Part) and forced not in (want, WHOLE):
           if isinstance(want, Shard) and kind == SUM:
             # Others may want shards too; if not, a later pass makes it whole.
             wanted[tensor] = WHOLE if tensor in self.forced else want
@@ -143,7 +143,7 @@ class Plan:
             wanted.setdefault(tensor, WHOLE)
         level = max(level, self.levels[tensor.node] + meets)
       self.levels[node] = level
-    return {t: k for t, k in wanted.items() if self.forced.get(t) != WHOLE}
+    return wanted
 
   def _decide(self, node):
     context = Context(self, node)
@@ -527,16 +527,13 @@ def make(
     for tensor in node.outputs
   }
   memo: dict = {}
-  for _ in range(_MAX_PASSES):
+  while True:
     plan = Plan(program, arguments, forced, memo, may_meet)
     wanted = plan.decide()
     if not wanted:
       return plan
-    if not may_meet:
-      names = [t.node.name for t in wanted]
-      raise NeedsExchangeError(f'{names} are parts of sums')
+    # It ends: each part is forced at most twice, to be shards and then to be whole.
     forced = {**forced, **wanted}
-  raise AssertionError('the plan does not settle')
 
 
 def static_dims(tensor: Tensor) -> tuple[Dim, ...] | None:
