@@ -356,7 +356,7 @@ class Emitter:
       return site.copies[seen.resource]
     if plan.is_computed(tensor, wanted):
       return site.lengths(seen.lengths, tensor.dtype, tensor.shape.rank)
-    if tensor.node.type == 'Const' and not site.has(tensor):
+    if tensor.node.type == 'Const' and (tensor, AS_IS) not in site.tensors:
       # Where it is used: it is smaller than what would hand it over.
       with tf.device(site.device):
         self._build_here(tensor.node, site)
@@ -411,8 +411,9 @@ class Emitter:
       elif kind.op == 'first':
         # The home site, if there is one, has run it itself.
         found = [s for s in self._sites if s.is_chief or s.replica is None]
-        values = [s.get(tensor) for s in found if s.has(tensor)] or [None]
-        results = exchange.first(values[0], tensor, sites)
+        values = [s.get(tensor) for s in found if (tensor, AS_IS) in s.tensors]
+        value = values[0] if values else None
+        results = exchange.first(value, tensor, sites)
       else:
         results = self._reduce(tensor, kind, sites)
       self._take([tensor], WHOLE, sites, [[each] for each in results])

@@ -73,8 +73,8 @@ class Site:
     replica: number of the replica in this process; None if it is not a replica.
     is_chief: whether it runs the operations that run once in all processes.
     is_home: whether it writes the variables that have one copy in this process.
-    tensors: the built tensors, by (tensor of the program, kind). In a branch or loop,
-      those that were built outside of it come last.
+    tensors: the built tensors, by (tensor of the program, kind), or by the key of
+      `_once`. In a branch or loop, those that were built outside of it come last.
     copies: in a branch or loop, handles of copies of variables that others write.
   """
 
@@ -85,13 +85,10 @@ class Site:
   is_home: bool = False
   tensors: ChainMap = dataclasses.field(default_factory=ChainMap)
   copies: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
-  # What `_once` has built, as `tensors`.
-  _shared: ChainMap = dataclasses.field(default_factory=ChainMap)
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
-    tensors, shared = self.tensors.new_child(), self._shared.new_child()
-    return dataclasses.replace(self, tensors=tensors, _shared=shared)
+    return dataclasses.replace(self, tensors=self.tensors.new_child())
 
   def in_function(self, rows: Mapping[str, tf.Tensor]) -> Site:
     """Returns this site inside of a function, which gets what differs between sites.
@@ -105,10 +102,6 @@ class Site:
   def with_copies(self, copies: Mapping[Any, tf.Tensor]) -> Site:
     """Returns this site with the handles of copies of some variables."""
     return dataclasses.replace(self, copies={**self.copies, **copies})
-
-  def has(self, tensor: Tensor, kind=AS_IS) -> bool:
-    """Returns whether a tensor was built in this kind."""
-    return (tensor, kind) in self.tensors
 
   def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
     """Returns a tensor that was built, in the given kind."""
@@ -142,11 +135,11 @@ class Site:
 
   def _once(self, key, device, build):
     """Returns what `build()` made when it was first asked for `key`."""
-    if key not in self._shared:
+    if key not in self.tensors:
       # It is used anywhere, so it waits for nothing.
       with tf.device(device), tf.control_dependencies(None):
-        self._shared[key] = build()
-    return self._shared[key]
+        self.tensors[key] = build()
+    return self.tensors[key]
 
   def _length(self, dim, rows):
     """Returns the value of a length, with `rows` as the number of rows."""
@@ -190,17 +183,14 @@ class Site:
     `held` is the kind in which it was computed. `seen` is the kind after a meeting:
     whole if replicas have met for it, otherwise `held`.
     """
-    if self.has(tensor, wanted):
+    if (tensor, wanted) in self.tensors:
       return self.get(tensor, wanted)
-    is_list = isinstance(held, Listed)
-    if wanted == AS_IS or wanted == held == seen or is_list:
-      return self.get(tensor, AS_IS)
+    if wanted == held == seen or isinstance(held, Listed):
+      return self.get(tensor)
     if (seen, wanted) == (SUM, HELD):
       [self.tensors[tensor, wanted]] = self.contributions([self.get(tensor)])
-      return self.tensors[tensor, wanted]
+      return self.get(tensor, wanted)
     whole = self.get(tensor, AS_IS if held == WHOLE else WHOLE)
-    if wanted == WHOLE:
-      return whole
     if isinstance(wanted, Part):
       converted = self.part_of(whole, wanted)
     elif isinstance(wanted, Shard):
