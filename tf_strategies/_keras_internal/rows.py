@@ -20,8 +20,7 @@ from keras.src.backend.tensorflow import numpy
 from keras.src.optimizers import base_optimizer
 from keras.src.utils import tracking
 
-from tf_strategies import errors
-from tf_strategies._keras_internal import steps
+from tf_strategies import _requirements, errors
 
 _IDS = (tf.int32, tf.int64)
 
@@ -29,7 +28,6 @@ _IDS = (tf.int32, tf.int64)
 def _look_up_rows(take):
   """Looks up rows in a table that says `gives_rows`. Keras would read all of it."""
 
-  @functools.wraps(take)
   def take_rows(x, indices, axis=None):
     is_keras = isinstance(x, keras.Variable)
     table = x._value if is_keras else x
@@ -81,7 +79,7 @@ def _from_start(ids, table):
   return tf.where(ids < 0, ids + tf.cast(table.shape[0], ids.dtype), ids)
 
 
-steps.change(
+_requirements.change(
   numpy,
   'take(x, indices, axis)',
   _look_up_rows,
@@ -327,7 +325,6 @@ def _update_tables_apart(self, grads, trainable_variables, learning_rate):
 def _build_for_tables(build):
   """Changes the updates of optimizers that have a table, and of no others."""
 
-  @functools.wraps(build)
   def build_for_tables(self, variables):
     build(self, variables)
     represented = [v for v in variables if table_of(v) is not None]
@@ -340,7 +337,7 @@ def _build_for_tables(build):
   return build_for_tables
 
 
-steps.change(
+_requirements.change(
   base_optimizer.BaseOptimizer,
   'build(variables)',
   _build_for_tables,

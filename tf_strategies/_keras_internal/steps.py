@@ -159,13 +159,6 @@ def without_optionals(data: Any) -> Any:
   )
 
 
-def change(owner: Any, signature: str, how: Callable, why: str) -> None:
-  """Replaces a method of Keras, after checking its signature."""
-  _requirements.method(owner, signature, why)
-  name = signature.partition('(')[0]
-  setattr(owner, name, how(getattr(owner, name)))
-
-
 # Models whose training steps a strategy has been asked to run.
 _trained_by_strategy: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -239,7 +232,6 @@ def _compile_on_gpus(resolve: Callable) -> Callable:
   With a strategy, Keras resolves it to False.
   """
 
-  @functools.wraps(resolve)
   def resolve_auto(self):
     strategy = self._distribute_strategy
     extended = self.distribute_strategy.extended
@@ -253,7 +245,7 @@ def _compile_on_gpus(resolve: Callable) -> Callable:
   return resolve_auto
 
 
-change(
+_requirements.change(
   base_trainer.Trainer,
   '_resolve_auto_jit_compile()',
   _compile_on_gpus,
@@ -264,7 +256,6 @@ change(
 def _pass_step(make: Callable) -> Callable:
   """Lets a strategy make the function of a step, or passes the step to it."""
 
-  @functools.wraps(make)
   def make_with_step(self, step_function):
     kind = 'test' if step_function == self.test_step else 'train'
     extended = self.distribute_strategy.extended
@@ -302,7 +293,6 @@ def _pass_step(make: Callable) -> Callable:
 def _pass_predict_step(make: Callable) -> Callable:
   """Does the same for `predict`, whose step Keras passes on by itself."""
 
-  @functools.wraps(make)
   def make_with_step(self, force=False):
     caller = frame_of('predict')
     _prepare(self, 'predict', caller and caller.f_locals.get('epoch_iterator'))
@@ -317,16 +307,18 @@ def _pass_predict_step(make: Callable) -> Callable:
   return make_with_step
 
 
-for _signature, _how in (
-  ('_make_function(step_function)', _pass_step),
-  ('make_predict_function(force)', _pass_predict_step),
-):
-  change(
-    trainer.TensorFlowTrainer,
-    _signature,
-    _how,
-    'strategies know the steps of a model',
-  )
+_requirements.change(
+  trainer.TensorFlowTrainer,
+  '_make_function(step_function)',
+  _pass_step,
+  'strategies know the steps of a model',
+)
+_requirements.change(
+  trainer.TensorFlowTrainer,
+  'make_predict_function(force)',
+  _pass_predict_step,
+  'strategies know the steps of a model',
+)
 
 
 def _build_from_specs(build):
@@ -337,7 +329,6 @@ def _build_from_specs(build):
   with its next order.
   """
 
-  @functools.wraps(build)
   def build_from_specs(self, iterator=None, data_batch=None):
     caller = sys._getframe(1).f_code.co_name
     trains = caller in ('fit', 'train_on_batch')
@@ -376,7 +367,7 @@ def _build_from_specs(build):
   return build_from_specs
 
 
-change(
+_requirements.change(
   trainer.TensorFlowTrainer,
   '_maybe_symbolic_build(iterator, data_batch)',
   _build_from_specs,
@@ -563,7 +554,6 @@ def _placeholder(spec: tf.TensorSpec | None) -> tf.Tensor | None:
 def _restore_when_made(register: Callable) -> Callable:
   """Lets a checkpoint restore a variable that gets its value later."""
 
-  @functools.wraps(register)
   def register_variable(variable):
     restored = {}
 
@@ -589,7 +579,7 @@ def _restore_when_made(register: Callable) -> Callable:
   return register_variable
 
 
-change(
+_requirements.change(
   variables,
   'register_uninitialized_variable(variable)',
   _restore_when_made,
@@ -609,7 +599,6 @@ def before_callbacks(
   """
 
   def set_first(set_model):
-    @functools.wraps(set_model)
     def set_replaced(self, model):
       # All workers call `fit`, which creates a list. A list that the program
       # creates may exist on one worker only.
@@ -623,7 +612,7 @@ def before_callbacks(
 
     return set_replaced
 
-  change(
+  _requirements.change(
     keras.callbacks.CallbackList,
     'set_model(model)',
     set_first,

@@ -1,7 +1,6 @@
 """The process's connection to a cluster, and its eager operations there."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -173,7 +172,6 @@ def _needs_service(init: Callable) -> Callable:
   Without the service, its thread ends with a log message and watches no worker.
   """
 
-  @functools.wraps(init)
   def checked(self, cluster_resolver, *args, **kwargs):
     has_cluster = cluster_resolver and cluster_resolver.cluster_spec().jobs
     if has_cluster and eager_context().coordination_service is None:
@@ -189,15 +187,14 @@ def _needs_service(init: Callable) -> Callable:
   return checked
 
 
-_Handler = tf.distribute.experimental.PreemptionCheckpointHandler
 _WHY = "raises an error where the handler's thread would fail"
-_requirements.method(
-  _Handler,
-  '__init__(cluster_resolver, checkpoint_or_checkpoint_manager, '
-  'checkpoint_dir, termination_config)',
-  _WHY,
-)
 _requirements.method(
   load('eager.context.Context', _WHY), 'coordination_service', _WHY
 )
-_Handler.__init__ = _needs_service(_Handler.__init__)
+_requirements.change(
+  tf.distribute.experimental.PreemptionCheckpointHandler,
+  '__init__(cluster_resolver, checkpoint_or_checkpoint_manager, '
+  'checkpoint_dir, termination_config)',
+  _needs_service,
+  _WHY,
+)
