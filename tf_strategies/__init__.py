@@ -41,19 +41,17 @@ if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
     # Also internal packages: `from tf_strategies import cross_device` calls
     # this function first. The public table would otherwise import the users of
     # that package before it.
-    if name in _PACKAGES or (
-      not name.startswith('__')
-      and importlib.util.find_spec(f'{__name__}.{name}')
+    if not name.startswith('__') and importlib.util.find_spec(
+      f'{__name__}.{name}'
     ):
       return importlib.import_module(f'{__name__}.{name}')
-    if name.startswith('_') and name != '__all__':
-      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    public = importlib.import_module('tf_strategies._public')
-    if name == '__all__':
-      return [*public.__all__, *_PACKAGES, '__version__']
-    if name not in public.__all__:
-      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(public, name)
+    if name == '__all__' or not name.startswith('_'):
+      public = importlib.import_module('tf_strategies._public')
+      if name == '__all__':
+        return [*public.__all__, *_PACKAGES, '__version__']
+      if name in public.__all__:
+        return getattr(public, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
   def __dir__() -> list[str]:
     return sorted(__getattr__('__all__'))

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import errors
 
 # The newest errors, by the number in their message.
 _host_failures: dict[str, BaseException] = {}
@@ -76,8 +76,7 @@ def raise_through_graph(error: errors.Error | tf.errors.OpError) -> NoReturn:
   _host_failures[number] = _as_unknown_error(error)
   while len(_host_failures) > _MAX_HOST_FAILURES:
     del _host_failures[next(iter(_host_failures))]
-  if '__new__' not in vars(_tf_internal.UnknownError):
-    _tf_internal.UnknownError.__new__ = staticmethod(_new_unknown_error)
+  tf.errors.UnknownError.__new__ = staticmethod(_new_unknown_error)
   # TensorFlow writes this to the log, with the errors that caused it.
   told = f'{type(error).__name__}: {error}'.partition('\n')[0]
   raise RuntimeError(f'{told} [host failure {number}]') from None
@@ -102,8 +101,8 @@ def _as_unknown_error(error):
   typed = type(
     error_type.__name__,
     (error_type,)
-    if isinstance(error, _tf_internal.UnknownError)
-    else (error_type, _tf_internal.UnknownError),
+    if isinstance(error, tf.errors.UnknownError)
+    else (error_type, tf.errors.UnknownError),
     {
       '__init__': ignore,
       '__str__': error_type.__str__,
@@ -118,7 +117,7 @@ def _as_unknown_error(error):
     },
   )
   copy = error_type.__new__(typed, *error.args)
-  _tf_internal.UnknownError.__init__(copy, None, None, str(error))
+  tf.errors.UnknownError.__init__(copy, None, None, str(error))
   copy.args, copy.__traceback__ = error.args, error.__traceback__
   vars(copy).update(vars(error))
   return copy

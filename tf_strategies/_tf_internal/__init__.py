@@ -168,9 +168,6 @@ _coordination_config = _load(
   'distribute.collective_all_reduce_strategy.coordination_config_pb2',
   'a deadline for workers that do not come',
 )
-UnknownError = _load(
-  'framework.errors_impl.UnknownError', 'what a failed host call raises'
-)
 TPUExtended = _load(
   'distribute.tpu_strategy.TPUExtended', 'the base of the TPU strategy'
 )
