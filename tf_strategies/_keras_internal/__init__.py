@@ -7,6 +7,7 @@ finds the objects there. The checks at the end run during import.
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import traceback
@@ -25,7 +26,7 @@ from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 from keras.src.utils import traceback_utils
 
-from tf_strategies import _requirements, _tf_internal, errors
+from tf_strategies import _requirements, errors
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
@@ -82,7 +83,7 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
 
 def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
   """Returns the optimizer in the closure of Keras's update function, or None."""
-  return _in_closure(_tf_internal.unwrap(fn), keras.optimizers.Optimizer)
+  return _in_closure(inspect.unwrap(fn), keras.optimizers.Optimizer)
 
 
 def _in_closure(fn: Callable, kind: type) -> Any:

@@ -102,6 +102,7 @@ def step_of(fn: Callable) -> KerasStep | None:
   Raises:
     UnsupportedVersionError: if it is the step of a Keras 2 model.
   """
+  fn = inspect.unwrap(fn)  # Of AutoGraph, tf.function and functools.
   step = getattr(fn, 'keras_step', None)
   if step is not None:
     return step
@@ -128,7 +129,7 @@ def refuse_keras_2(fn) -> None:
   Keras 2 divides losses by the number of replicas, regardless of their rows,
   and reduces logs itself. A custom loop calls `run` with another function.
   """
-  fn = _tf_internal.unwrap(fn)
+  fn = inspect.unwrap(fn)
   module = (getattr(fn, '__module__', '') or '').partition('.')[0]
   if module == 'tf_keras' and getattr(fn, '__name__', '') == 'run_step':
     raise errors.UnsupportedVersionError(

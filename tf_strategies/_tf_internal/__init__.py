@@ -74,17 +74,9 @@ get_devices_from = _load(
 resolve_device = _load(
   'distribute.device_util.resolve', 'the full name of a device'
 )
-Function = _load(
-  'eager.polymorphic_function.polymorphic_function.Function',
-  'to see that strategy.run got a tf.function',
-)
 _graph_or_parents_in_xla = _load(
   'ops.control_flow_util.GraphOrParentsInXlaContext', 'XLA calls no Python'
 )
-_unwrap_decorators = _load(
-  'util.tf_decorator.unwrap', 'to reach the function that Keras passed'
-)
-
 _CheckpointInitialValue = _load(
   'trackable.base.CheckpointInitialValue',
   'a variable that is created while a checkpoint is being restored',
@@ -181,14 +173,6 @@ initialized_tpu_systems = _load(
 apply_op = _load(
   'framework.op_def_library.apply_op', "XLA's ops have no public wrapper"
 )
-
-
-def unwrap(fn):
-  """Returns the function below every TensorFlow and functools wrapper."""
-  _, target = _unwrap_decorators(fn)
-  while hasattr(target, '__wrapped__'):
-    target = target.__wrapped__
-  return target
 
 
 def unwrap_checkpoint_value(value):

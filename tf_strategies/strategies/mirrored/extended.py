@@ -238,11 +238,11 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   def _call_for_each_replica(self, fn, args, kwargs):
     if whole_batch.is_active():
       return fn(*args, **kwargs)  # The only replica calls it.
-    step = _keras_internal.step_of(_tf_internal.unwrap(fn))
+    step = _keras_internal.step_of(fn)
     if step is not None and self.splits_steps:
       [data] = args
       return self._model_step(step).run(step.run, data)
-    if isinstance(fn, _tf_internal.Function):
+    if isinstance(fn, tf.types.experimental.PolymorphicFunction):
       return self._call_function(fn, args, kwargs)
     self._check_compiled()
     if self.is_one_device:

@@ -38,7 +38,7 @@ class PermutingTPUExtended(
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
-    step = _keras_internal.step_of(_tf_internal.unwrap(fn))
+    step = _keras_internal.step_of(fn)
     if step is not None:
       _check_losses(step.model, self._container_strategy())
       if step.kind == 'train':
