@@ -89,18 +89,16 @@ class _Draws:
     self._first = first
     self._shape = shape
 
-  def uniform(self, shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
+  def uniform(self, shape, minval, maxval, dtype, seed):
     drawn = self._draw(tf.raw_ops.StatelessRandomUniformV2, dtype, seed, 1)
     low, high = (tf.cast(bound, dtype) for bound in (minval, maxval))
     return drawn * (high - low) + low
 
-  def normal(self, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+  def normal(self, shape, mean, stddev, dtype, seed):
     drawn = self._draw(tf.raw_ops.StatelessRandomNormalV2, dtype, seed, 1)
     return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
 
-  def truncated_normal(
-    self, shape, mean=0.0, stddev=1.0, dtype=None, seed=None
-  ):
+  def truncated_normal(self, shape, mean, stddev, dtype, seed):
     op = tf.raw_ops.StatelessTruncatedNormalV2
     drawn = self._draw(op, dtype, seed, _COUNTERS_OF_TRUNCATED)
     return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)

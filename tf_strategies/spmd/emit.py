@@ -69,13 +69,12 @@ class Emitter:
   def run(
     self,
     outputs: Sequence[tuple[Tensor, Any]],
-    sites: Sequence[Site] | None = None,
+    sites: Sequence[Site],
   ) -> list[list[tf.Tensor]]:
     """Builds everything that `outputs` need. They are pairs of a tensor and a kind.
 
-    Returns a list of outputs for each of `sites`, by default for each replica's.
+    Returns a list of outputs for each of `sites`.
     """
-    sites = sites or self._replicas
     needed, pending = self._needs(outputs, sites)
     blocks = self._blocks(needed)
     # The nodes that use each tensor; None stands for outputs and meetings.
@@ -473,4 +472,4 @@ def run_body(
   for site, row in zip(inner, arguments, strict=True):
     _hold(plan, site, plan.program.inputs, row)
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
-  return Emitter(plan, inner, exchange).run(wanted)
+  return Emitter(plan, inner, exchange).run(wanted, inner)
