@@ -5,7 +5,6 @@ import functools
 import gc
 import inspect
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,17 +93,9 @@ _in_arguments = load(
   'framework.ops._reconstruct_sequence_inputs',
   'the operations of the replicas of a step',
 )
-_extract_stack = load(
+extract_stack = load(
   'util.tf_stack.extract_stack', 'the operations of the replicas of a step'
 )
-
-
-class _Tracing(threading.local):
-  # Of all operations that are copied.
-  stack: Any = None
-
-
-_tracing = _Tracing()
 
 
 def replace_captures(others: Mapping[int, tf.Tensor]) -> None:
@@ -228,29 +219,18 @@ def _with_one_pass(executor_type, serialized):
   return _CallOptions(executor_type, config)
 
 
-@contextlib.contextmanager
-def one_stack() -> Iterator[None]:
-  """Gives all operations that are copied in the context one stack.
-
-  Extracting a stack takes as long as the rest of a copy.
-  """
-  before, _tracing.stack = _tracing.stack, _extract_stack()
-  try:
-    yield
-  finally:
-    _tracing.stack = before
-
-
 def copy_op(
   op: tf.Operation,
   inputs: Sequence[tf.Tensor],
   attrs: Mapping[str, Any],
   functions: Sequence[Any],
+  stack: Any,
 ) -> list[tf.Tensor]:
   """Copies an operation, with other inputs and attributes, and the functions it calls.
 
-  Returns its outputs. `Graph.create_op` takes two to three times as long: for each
-  copy it checks the arguments, makes a `NodeDef` and extracts the stack.
+  `stack` is what `extract_stack` returns. Returns the outputs. `Graph.create_op` takes
+  two to three times as long: for each copy it checks the arguments, makes a `NodeDef`
+  and extracts the stack.
   """
   graph = tf.compat.v1.get_default_graph()
   for function in functions:
@@ -272,7 +252,7 @@ def copy_op(
   for name, value in attrs.items():
     _c_api.TF_SetAttrValueProto(copy, name, value.SerializeToString())
   copy = _c_api.TF_FinishOperation(copy)
-  _c_api.TF_SetOpStackTrace(copy, _tracing.stack)
+  _c_api.TF_SetOpStackTrace(copy, stack)
   return graph._create_op_from_tf_operation(copy).outputs
 
 

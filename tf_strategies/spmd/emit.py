@@ -65,7 +65,6 @@ class Emitter:
         # It has no rows. It uses the tensors of the first replica that it did not build.
         site.tensors.maps += self._replicas[0].tensors.maps
 
-  @_tf_internal.one_stack()
   def run(
     self,
     outputs: Sequence[tuple[Tensor, Any]],

@@ -173,7 +173,9 @@ class Site:
 
   def op(self, node: Node, inputs) -> list[tf.Tensor]:
     """Copies an operation, with other inputs."""
-    return _tf_internal.copy_op(node.op, inputs, node.attrs, node.opaque)
+    # Extracting a stack takes as long as the rest of a copy.
+    stack = self._once('stack', self.device, _tf_internal.extract_stack)
+    return _tf_internal.copy_op(node.op, inputs, node.attrs, node.opaque, stack)
 
   # Other kinds of a tensor.
 
