@@ -141,11 +141,6 @@ def show_averages(wrapper: keras.optimizers.Optimizer) -> None:
       object.__setattr__(wrapper, name, getattr(inner, name))
 
 
-def overwrites_with_gradient(variable: Any) -> bool:
-  """Returns whether a variable takes its gradient as its value (float8 scales)."""
-  return getattr(variable, 'overwrite_with_gradient', False)
-
-
 @contextlib.contextmanager
 def capture_apply(
   optimizers: Sequence[keras.optimizers.Optimizer],

@@ -122,16 +122,10 @@ class _Draws:
     return tf.reshape(drawn[extra:], self._shape)
 
 
-def check() -> None:
-  """Raises UnsupportedVersionError if Keras lacks anything used above."""
-  why = 'parameter servers make the rows of a table that they hold'
-  _requirements.needs(why, backend_random, '_cast_seed', 'draw_seed')
-  for kind in _RANDOM:
-    _requirements.needs(why, kind, '__call__: random seed')
-    if kind.__call__.__globals__ is not vars(random_initializers):
-      raise _requirements.missing(f'{kind.__name__} of Keras itself', why)
-    if kind.__call__.__closure__:
-      raise _requirements.missing(f'a plain {kind.__name__}.__call__', why)
-
-
-check()
+_WHY = 'parameter servers make the rows of a table that they hold'
+_requirements.needs(_WHY, backend_random, '_cast_seed', 'draw_seed')
+for _kind in _RANDOM:
+  _requirements.needs(_WHY, _kind, '__call__: random seed')
+  _call = _kind.__call__
+  if _call.__closure__ or _call.__globals__ is not vars(random_initializers):
+    raise _requirements.missing(f"Keras's own {_kind.__name__}.__call__", _WHY)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,14 @@ from tf_strategies._tf_internal.loading import load
 ResourceVariable = load(
   'ops.resource_variable_ops.ResourceVariable',
   'a counter that no strategy scope may turn into a mirrored variable',
+)
+# Creates a variable immediately, even while a `tf.function` is being traced.
+create_now = functools.partial(
+  load(
+    'ops.resource_variable_ops.default_variable_creator_v2',
+    'a variable that is made outside of the step that first uses it',
+  ),
+  None,
 )
 _compiled_operations = {
   device: load(
@@ -279,14 +286,6 @@ class TrackedAsAnother:
       return super()._deferred_dependencies
     tracked._maybe_initialize_trackable()
     return tracked._deferred_dependencies
-
-
-def create_now(**kwargs):
-  """Creates a variable immediately, even while a `tf.function` is being traced."""
-  accepted = inspect.signature(ResourceVariable.__init__).parameters
-  return ResourceVariable(
-    **{name: value for name, value in kwargs.items() if name in accepted}
-  )
 
 
 def spec_of_part(spec: tf.TypeSpec) -> tf.TypeSpec | None:

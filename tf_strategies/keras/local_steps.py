@@ -181,7 +181,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     local_worker = _local_worker(is_training=True)
     for variable in trainable_variables or self._weights():
       option_checks.check(
-        not _keras_internal.overwrites_with_gradient(variable),
+        not getattr(variable, 'overwrite_with_gradient', False),
         f'variable {variable.path!r} that its gradient overwrites (float8)',
         'variables that are updated by gradients',
         'train without quantize("float8")',

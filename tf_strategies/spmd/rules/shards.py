@@ -18,9 +18,6 @@ from tf_strategies.spmd.rules import control, elementwise, reductions
 
 _rule = functools.partial(rule, rules=SHARD_RULES)
 
-# Operations that work element by element on a flat tensor too.
-_OTHERS = ['Cast', 'ZerosLike']
-
 
 def _shapes(context) -> list[tf.TensorShape]:
   """Returns the static shapes of the inputs."""
@@ -30,7 +27,7 @@ def _shapes(context) -> list[tf.TensorShape]:
   ]
 
 
-@_rule(*elementwise.ELEMENTWISE, *elementwise.SUMS, *_OTHERS)
+@_rule(*elementwise.ELEMENTWISE, *elementwise.SUMS, 'Cast', 'ZerosLike')
 def _elementwise(context):
   """Computes element by element on the same piece of each input."""
   node, shape = context.node, context.node.outputs[0].shape
