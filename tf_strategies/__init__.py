@@ -16,31 +16,13 @@ from typing import TYPE_CHECKING, Any
 from tf_strategies.version import __version__ as __version__
 
 if TYPE_CHECKING:  # For readers and tools; see `_public`.
-  # With `as`, type checkers treat an import of a typed package as public.
-  from tf_strategies import cluster as cluster
-  from tf_strategies import data as data
-  from tf_strategies import errors as errors
-  from tf_strategies import keras as keras
-  from tf_strategies import monitoring as monitoring
-  from tf_strategies import process_group as process_group
   from tf_strategies._public import *
-
-# Each is loaded separately; some do not need TensorFlow.
-_PACKAGES = (
-  'cluster',
-  'data',
-  'errors',
-  'keras',
-  'monitoring',
-  'process_group',
-)
-
-if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
+else:  # Type checkers would assume that every name exists.
 
   def __getattr__(name: str) -> Any:
-    # Also internal packages: `from tf_strategies import cross_device` calls
-    # this function first. The public table would otherwise import the users of
-    # that package before it.
+    # Each package is loaded separately; some do not need TensorFlow. Also internal
+    # ones: `from tf_strategies import cross_device` calls this function first. The
+    # public table would otherwise import the users of that package before it.
     if not name.startswith('__') and importlib.util.find_spec(
       f'{__name__}.{name}'
     ):
@@ -48,7 +30,7 @@ if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
     if name == '__all__' or not name.startswith('_'):
       public = importlib.import_module('tf_strategies._public')
       if name == '__all__':
-        return [*public.__all__, *_PACKAGES, '__version__']
+        return [*public.__all__, '__version__']
       if name in public.__all__:
         return getattr(public, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -5,6 +5,14 @@ these names is first used. TensorFlow takes seconds to load, and neither the
 launcher nor `tfs.cluster` needs it.
 """
 
+from tf_strategies import (
+  cluster,
+  data,
+  errors,
+  keras,
+  monitoring,
+  process_group,
+)
 from tf_strategies.cross_device import (
   AutoAllReduce,
   RingAllReduce,
@@ -49,6 +57,12 @@ __all__ = [
   'ScheduledAllReduce',
   'SidecarEvaluator',
   'TPURingStrategy',
+  'cluster',
   'create_strategy',
+  'data',
   'elastic',
+  'errors',
+  'keras',
+  'monitoring',
+  'process_group',
 ]

@@ -181,5 +181,6 @@ def _imports(path: str) -> list[tuple[str, str]]:
 
 
 def _imported_rooms() -> set[str]:
-  text = (_ROOT / 'tf_strategies/__init__.py').read_text(encoding='utf-8')
-  return set(re.findall(r'from tf_strategies import (\w+) as', text))
+  return {
+    name for module, name in _imports('_public') if module == 'tf_strategies'
+  }
