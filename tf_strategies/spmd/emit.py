@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
-from tf_strategies.spmd.site import ReplicaRows, Site, set_own_shape
+from tf_strategies.spmd.site import ReplicaRows, Site, at_each, set_own_shape
 
 # From so many nodes on, a function is faster than building a block at each site.
 _MANY_NODES = 500
@@ -264,15 +265,13 @@ class Emitter:
       and all('CPU' in site.device for site in sites)
       and not any(name in n.type for n in nodes for name in _REWRITTEN)
     )
-    calls = []
-    for site in sites:
-      with tf.device(site.device):
-        calls.append(
-          (
-            {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in fields},
-            [self._in_kind(site, *pair) for pair in given],
-          )
-        )
+    calls = at_each(
+      sites,
+      lambda site: (
+        {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in fields},
+        [self._in_kind(site, *pair) for pair in given],
+      ),
+    )
     with tf.device(None):
       function = tf.function(
         compute,
@@ -289,12 +288,10 @@ class Emitter:
     """Builds nodes: at one site after the other, or at all sites together."""
     plan = self._plan
     for node, found in itertools.groupby(nodes, self._together):
-      at, group, rows = sites, list(found), []
+      at, group = sites, list(found)
       build_together = node and plan.decisions[node].emit_together
       if build_together:
-        for site in sites:
-          with tf.device(site.device):
-            rows.append(self._inputs(node, site))
+        rows = at_each(sites, functools.partial(self._inputs, node))
         with tf.device(None):
           columns = build_together(sites, rows, self._exchange)
         # One without outputs gives a tensor too, to wait for.
@@ -424,16 +421,15 @@ class Emitter:
         site.tensors[tensor, kind] = result
 
   def _reduce(self, tensor, kind, sites):
-    values, results = [], []
-    for site in self._replicas:
-      with tf.device(site.device):
-        value = site.get(tensor)[None]
-        values.append(value if kind.is_held else site.real_rows(value))
+    def own(site):
+      value = site.get(tensor)[None]
+      return value if kind.is_held else site.real_rows(value)
+
+    values = at_each(self._replicas, own)
     gathered = self._exchange.gather(values, 0, sites)
-    for site, value in zip(sites, gathered, strict=True):
-      with tf.device(site.device):
-        results.append(pieces.REDUCE[kind.op](value, 0))
-    return results
+    return at_each(
+      sites, lambda _, value: pieces.REDUCE[kind.op](value, 0), gathered
+    )
 
 
 def _hold(plan, site, tensors, built):

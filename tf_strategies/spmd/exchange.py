@@ -11,7 +11,7 @@ from tf_strategies import _tf_internal
 from tf_strategies.spmd import pieces
 from tf_strategies.spmd.kinds import Shard
 from tf_strategies.spmd.program import Tensor
-from tf_strategies.spmd.site import Site
+from tf_strategies.spmd.site import Site, at_each
 
 _SUM = tf.distribute.ReduceOp.SUM
 # `[i][t]` is tensor t of local replica i, or of `sites[i]`, one of the places that
@@ -61,10 +61,11 @@ class Exchange:
   ) -> Columns:
     """Returns each local replica's pieces of the sums over all replicas."""
     del are_gradients
-    rows = []
-    for site, column in zip(sites, columns, strict=True):
-      with tf.device(site.device):
-        rows.append([tf.unstack(pieces.rows(t, shard)) for t in column])
+    rows = at_each(
+      sites,
+      lambda _, column: [tf.unstack(pieces.rows(t, shard)) for t in column],
+      columns,
+    )
     pairs = [
       (_tf_internal.PerReplica([parts[place] for parts in row]), site.device)
       for place, site in enumerate(sites)
@@ -80,13 +81,10 @@ class Exchange:
     sites: Sequence[Site],
   ) -> Columns:
     """Returns, for each site, whole tensors of these shapes from the replicas' pieces."""
-    results = [[] for _ in sites]
-    for row, shape in zip(zip(*columns, strict=True), shapes, strict=True):
-      gathered = self.gather(row, 0, sites)
-      for site, flat, column in zip(sites, gathered, results, strict=True):
-        with tf.device(site.device):
-          column.append(pieces.joined(flat, shape))
-    return results
+    flat = [self.gather(row, 0, sites) for row in zip(*columns, strict=True)]
+    return at_each(
+      sites, lambda _, *column: list(map(pieces.joined, column, shapes)), *flat
+    )
 
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
@@ -101,7 +99,7 @@ class Exchange:
   ) -> list[tf.Tensor]:
     """Returns the first replica's tensor: `value`, which is None in other processes."""
     del like
-    return at_each(sites, lambda: tf.identity(value))
+    return at_each(sites, lambda _: tf.identity(value))
 
 
 def _at(value, site):
@@ -109,12 +107,3 @@ def _at(value, site):
   if not isinstance(value, tf.distribute.DistributedValues):
     return value
   return value.values[site.replica or 0]
-
-
-def at_each(sites, make):
-  """Calls `make` on the device of each site, and returns the values."""
-  results = []
-  for site in sites:
-    with tf.device(site.device):
-      results.append(make())
-  return results

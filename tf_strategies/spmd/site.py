@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -265,6 +265,15 @@ class Site:
       length = tf.where(self.rows.real > 0, tf.shape(tensor)[axis], 0)
     with tf.device(self.device):
       return _cut(tensor, axis, 0, length)
+
+
+def at_each(sites: Sequence[Site], make: Callable, *columns: Sequence) -> list:
+  """Returns `make(site, ...)` of each site, on its device, and of its values in columns."""
+  results = []
+  for site, *values in zip(sites, *columns, strict=True):
+    with tf.device(site.device):
+      results.append(make(site, *values))
+  return results
 
 
 def _with_length(shape, axis, length) -> tf.Tensor:

@@ -666,11 +666,7 @@ def _trimmed(sites: Sequence[site_lib.Site], outputs):
 
 def _mapped(sites, fn, value):
   """Maps each replica's site and tensor, on its device."""
-  mapped = []
-  for site, tensor in zip(sites, value.values, strict=True):
-    with tf.device(site.device):
-      mapped.append(fn(site, tensor))
-  return _tf_internal.PerReplica(mapped)
+  return _tf_internal.PerReplica(site_lib.at_each(sites, fn, value.values))
 
 
 def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from tf_strategies.spmd import exchange, pieces
+from tf_strategies.spmd.site import at_each
 
 
 class WorkerExchange(exchange.Exchange):
@@ -14,11 +15,9 @@ class WorkerExchange(exchange.Exchange):
   def add(self, columns, sites, gradients):
     """See base class."""
     sums = self._ops.all_reduce(columns, 'reduce', gradients)
-    results = []
-    for site in sites:
-      with tf.device(site.device):
-        results.append([tf.identity(t) for t in sums[site.replica or 0]])
-    return results
+    return at_each(
+      sites, lambda site: [tf.identity(t) for t in sums[site.replica or 0]]
+    )
 
   def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
@@ -28,10 +27,7 @@ class WorkerExchange(exchange.Exchange):
   def join(self, columns, shapes, sites):
     """See base class."""
     whole = self._ops.join_pieces(columns)
-    pairs = list(zip(whole, shapes, strict=True))
-    return exchange.at_each(
-      sites, lambda: [pieces.joined(*pair) for pair in pairs]
-    )
+    return at_each(sites, lambda _: list(map(pieces.joined, whole, shapes)))
 
   def first(self, value, like, sites):
     """See base class. Only the first worker has a value."""
@@ -46,4 +42,4 @@ class WorkerExchange(exchange.Exchange):
         flat = link.gather([tf.reshape(value, [-1])], 0, 'first')
         sizes = link.all_gather(sizes, 'first/shape')
         result = tf.ensure_shape(tf.reshape(flat, sizes), shape)
-    return exchange.at_each(sites, lambda: tf.identity(result))
+    return at_each(sites, lambda _: tf.identity(result))
