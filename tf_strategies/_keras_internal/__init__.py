@@ -50,7 +50,6 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   closure,
   element_spec_of_fit,
   frame_of,
-  is_end_of_sequence,
   is_for_model,
   note_call,
   noted_call,

@@ -467,11 +467,6 @@ def _check_train_function(model: keras.Model) -> None:
     )
 
 
-def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
-  """Returns whether an iterator of tf.data raised `error` at the end of its data."""
-  return 'End of sequence' in str(error)
-
-
 def skip_steps(steps: int, reads: bool = True) -> None:
   """Makes the running `fit` begin its next epoch after `steps`.
 

@@ -141,7 +141,7 @@ def product(dims) -> Dim:
   return result
 
 
-def _numbers(dims) -> tuple[int, ...] | None:
+def as_numbers(dims: Sequence[Dim] | None) -> tuple[int, ...] | None:
   """Returns lengths as numbers, if all of them are numbers."""
   if dims is None or not all(dim.is_number for dim in dims):
     return None
@@ -174,12 +174,12 @@ class Value:
   @functools.cached_property
   def static_shape(self) -> tuple[int, ...] | None:
     """The lengths, if all of them are numbers."""
-    return _numbers(self.dims)
+    return as_numbers(self.dims)
 
   @functools.cached_property
   def numbers(self) -> tuple[int, ...] | None:
     """The contents, if all of them are numbers."""
-    return _numbers(self.ints)
+    return as_numbers(self.ints)
 
   @functools.cached_property
   def lengths(self) -> tuple[Dim, ...] | None:

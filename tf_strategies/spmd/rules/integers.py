@@ -12,19 +12,17 @@ import numpy as np
 
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import Dim
-from tf_strategies.spmd.plan import FOLDS, MOST_INTS, UnknownError
+from tf_strategies.spmd.plan import FOLDS, MOST_INTS, UnknownError, known
 from tf_strategies.spmd.rules import shapes as shapes_lib
 
 
-def _numbers(*lengths) -> list[int]:
+def _numbers(*lengths) -> tuple[int, ...]:
   """Returns lengths as numbers.
 
   Raises:
     UnknownError: one is none.
   """
-  if not all(dim.is_number for dim in lengths):
-    raise UnknownError
-  return [dim.number for dim in lengths]
+  return known(kinds.as_numbers(lengths))
 
 
 _ARITHMETIC = {

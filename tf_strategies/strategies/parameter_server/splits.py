@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import errors
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import worker_pool
 
@@ -133,7 +133,7 @@ class Source:
       split.next = element + 1
       function(split.handle)
     except tf.errors.OutOfRangeError as e:
-      if not _keras_internal.is_end_of_sequence(e):
+      if 'End of sequence' not in str(e):  # Of the data.
         raise
       split.is_closed = True
       split.handle = None  # Lets the worker forget the iterator.
