@@ -26,18 +26,14 @@ def rows(tensor: tf.Tensor, shard: kinds.Shard) -> tf.Tensor:
   """Returns all pieces of a tensor of static shape as the rows of a matrix."""
   elements = tensor.shape.num_elements()
   length, flat = shard.length(elements), tf.reshape(tensor, [-1])
-  if shard.count * length != elements:
-    flat = tf.pad(flat, [[0, shard.count * length - elements]])
+  flat = tf.pad(flat, [[0, shard.count * length - elements]])
   return tf.reshape(flat, [shard.count, length])
 
 
 def joined(pieces: tf.Tensor, shape) -> tf.Tensor:
   """Returns the tensor of shape `shape` whose pieces are the rows of `pieces`."""
   elements = tf.TensorShape(shape).num_elements()
-  flat = tf.reshape(pieces, [-1])
-  return tf.reshape(
-    flat if flat.shape[0] == elements else flat[:elements], shape
-  )
+  return tf.reshape(tf.reshape(pieces, [-1])[:elements], shape)
 
 
 def counted(

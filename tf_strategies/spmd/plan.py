@@ -324,8 +324,7 @@ class Context:
       ints = kinds.ints_of([None] * elements, tensor)
     else:
       raise UnknownError
-    array = np.empty(len(ints), object)
-    array[:] = ints
+    array = np.array(ints, object)
     return array if value.rank else array[0]
 
   def rank(self, index: int = 0) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import Dim
 from tf_strategies.spmd.plan import FOLDS, MOST_INTS, UnknownError, known
-from tf_strategies.spmd.rules import shapes as shapes_lib
+from tf_strategies.spmd.rules.shapes import const_ints, index_of
 
 
 def _numbers(*lengths) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _range(context, *bounds):
 
 
 def _strided_slice(context, array, *bounds):
-  index = tuple(shapes_lib.index_of(context))
+  index = tuple(index_of(context))
   for entry in index:
     is_slice = isinstance(entry, slice)
     parts = (entry.start, entry.stop, entry.step) if is_slice else (entry,)
@@ -122,6 +122,7 @@ FOLDS.update(
   )
 )
 FOLDS.update(
+  Const=lambda context: [known(const_ints(context.node.outputs[0]))],
   ConcatOffset=_concat_offset,
   ConcatV2=lambda context, *arrays: [np.concatenate(arrays[:-1])],
   DynamicStitch=_stitch,

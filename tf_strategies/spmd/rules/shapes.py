@@ -38,15 +38,6 @@ def const_ints(tensor: Tensor) -> np.ndarray | None:
   return tf.make_ndarray(tensor.node.attrs['value'].tensor)
 
 
-@rule('Const')
-def _const(context):
-  array = const_ints(context.node.outputs[0])
-  ints = None
-  if array is not None and array.ndim <= 1:
-    ints = tuple(Dim(int(i)) for i in array.reshape(-1))
-  return context.whole(ints=ints)
-
-
 # Rules for shapes. They hold the lengths of the whole tensors.
 
 
