@@ -7,10 +7,9 @@ UnsupportedVersionError. `why` is the reason for which this package needs the
 name.
 """
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tf_strategies import errors
@@ -48,14 +47,6 @@ def method(owner: Any, signature: str, why: str) -> None:
     found = inspect.signature(inspect.unwrap(function)).parameters
   if ', '.join(p for p in found if p != 'self') != parameters:
     raise missing(f'{_name(owner)}.{signature}', why)
-
-
-def change(owner: Any, signature: str, how: Callable, why: str) -> None:
-  """Replaces a function by what `how` returns for it, after checking its signature."""
-  method(owner, signature, why)
-  name = signature.partition('(')[0]
-  function = getattr(owner, name)
-  setattr(owner, name, functools.wraps(function)(how(function)))
 
 
 def needs(why: str, owner: Any, *members: str) -> None:

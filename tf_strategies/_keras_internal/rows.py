@@ -20,7 +20,7 @@ from keras.src.backend.tensorflow import numpy
 from keras.src.optimizers import base_optimizer
 from keras.src.utils import tracking
 
-from tf_strategies import _requirements, errors
+from tf_strategies import _tf_internal, errors
 
 _IDS = (tf.int32, tf.int64)
 
@@ -79,7 +79,7 @@ def _from_start(ids, table):
   return tf.where(ids < 0, ids + tf.cast(table.shape[0], ids.dtype), ids)
 
 
-_requirements.change(
+_tf_internal.change(
   numpy,
   'take(x, indices, axis)',
   _look_up_rows,
@@ -337,7 +337,7 @@ def _build_for_tables(build):
   return build_for_tables
 
 
-_requirements.change(
+_tf_internal.change(
   base_optimizer.BaseOptimizer,
   'build(variables)',
   _build_for_tables,

@@ -17,7 +17,7 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
-from tf_strategies import _requirements, _tf_internal, errors
+from tf_strategies import _tf_internal, errors
 
 _CALL_CODES = {
   inspect.unwrap(getattr(trainer.TensorFlowTrainer, name)).__code__
@@ -246,7 +246,7 @@ def _compile_on_gpus(resolve: Callable) -> Callable:
   return resolve_auto
 
 
-_requirements.change(
+_tf_internal.change(
   base_trainer.Trainer,
   '_resolve_auto_jit_compile()',
   _compile_on_gpus,
@@ -308,13 +308,13 @@ def _pass_predict_step(make: Callable) -> Callable:
   return make_with_step
 
 
-_requirements.change(
+_tf_internal.change(
   trainer.TensorFlowTrainer,
   '_make_function(step_function)',
   _pass_step,
   'strategies know the steps of a model',
 )
-_requirements.change(
+_tf_internal.change(
   trainer.TensorFlowTrainer,
   'make_predict_function(force)',
   _pass_predict_step,
@@ -368,7 +368,7 @@ def _build_from_specs(build):
   return build_from_specs
 
 
-_requirements.change(
+_tf_internal.change(
   trainer.TensorFlowTrainer,
   '_maybe_symbolic_build(iterator, data_batch)',
   _build_from_specs,
@@ -575,7 +575,7 @@ def _restore_when_made(register: Callable) -> Callable:
   return register_variable
 
 
-_requirements.change(
+_tf_internal.change(
   variables,
   'register_uninitialized_variable(variable)',
   _restore_when_made,
@@ -608,7 +608,7 @@ def before_callbacks(
 
     return set_replaced
 
-  _requirements.change(
+  _tf_internal.change(
     keras.callbacks.CallbackList,
     'set_model(model)',
     set_first,

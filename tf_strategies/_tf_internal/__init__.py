@@ -21,6 +21,7 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
   without_notices,
 )
 from tf_strategies._tf_internal.cluster import eager_context as _eager_context
+from tf_strategies._tf_internal.loading import change  # noqa: F401
 from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   OneDeviceContext,

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
-from tf_strategies._tf_internal.loading import load
+from tf_strategies._tf_internal.loading import change, load
 
 _new_executor = load(
   'eager.executor.new_executor', "keeps threads' failures apart"
@@ -191,7 +191,7 @@ _WHY = "raises an error where the handler's thread would fail"
 _requirements.method(
   load('eager.context.Context', _WHY), 'coordination_service', _WHY
 )
-_requirements.change(
+change(
   tf.distribute.experimental.PreemptionCheckpointHandler,
   '__init__(cluster_resolver, checkpoint_or_checkpoint_manager, '
   'checkpoint_dir, termination_config)',

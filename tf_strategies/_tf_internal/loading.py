@@ -1,6 +1,8 @@
-"""Loads private symbols of TensorFlow, with the reason for each."""
+"""Loads private symbols, and replaces functions, with the reason for each."""
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from tf_strategies import _requirements
@@ -14,3 +16,11 @@ def load(path: str, why: str) -> Any:
     return getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError):
     raise _requirements.missing(path, why) from None
+
+
+def change(owner: Any, signature: str, how: Callable, why: str) -> None:
+  """Replaces a function by what `how` returns for it, after checking its signature."""
+  _requirements.method(owner, signature, why)
+  name = signature.partition('(')[0]
+  function = getattr(owner, name)
+  setattr(owner, name, functools.wraps(function)(how(function)))
