@@ -44,8 +44,10 @@ class PagesTest(parameterized.TestCase):
       for room in hooks._ROOMS
       for name in hooks.public_names(room)
     }
-    public = {name for _, name in hooks._imports('_public')}
+    packages = hooks._imported_rooms()
+    public = {name for _, name in hooks._imports('_public')} - packages
     self.assertContainsSubset(public, listed)
+    self.assertContainsSubset(packages, hooks._ROOMS)
     self.assertContainsSubset({'errors', 'run_task', 'make_dataset'}, listed)
 
 
