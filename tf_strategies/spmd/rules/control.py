@@ -36,6 +36,8 @@ from tf_strategies.spmd.plan import (
 from tf_strategies.spmd.program import Node
 from tf_strategies.spmd.site import Site
 
+_MAX_TURNS = 10
+
 
 @rule('If', 'StatelessIf', 'Case', 'StatelessCase')
 def _branches(context):
@@ -170,7 +172,7 @@ def _settled(context, start, constant):
     v if c else _variable(v) for v, c in zip(start, constant, strict=True)
   ]
   bodies = context.node.bodies
-  while True:  # It ends: each turn makes some values more general.
+  for _ in range(_MAX_TURNS):
     plan = make(bodies['body'], variables, may_meet=False)
     new = []
     for i, value in enumerate(variables):
@@ -186,6 +188,7 @@ def _settled(context, start, constant):
         raise NeedsExchangeError('its condition is not whole')
       return variables, {'body': plan, 'cond': test}
     variables = new
+  raise NeedsExchangeError('its variables do not settle')
 
 
 def _variable(value):
