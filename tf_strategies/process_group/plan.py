@@ -67,11 +67,11 @@ class RankPlan(NamedTuple):
     receives: for each sending rank, its pieces in order.
   """
 
-  pieces: tuple[PlannedPiece, ...]
-  needs: tuple[int, ...]
-  unlocks: tuple[tuple[int, ...], ...]
-  sends: dict[int, tuple[int, ...]]
-  receives: dict[int, tuple[int, ...]]
+  pieces: list[PlannedPiece]
+  needs: list[int]
+  unlocks: list[list[int]]
+  sends: dict[int, list[int]]
+  receives: dict[int, list[int]]
 
   @property
   def bytes_sent(self) -> int:
@@ -86,85 +86,57 @@ FEW_RANKS = 8
 SMALL_BYTES = 1 << 16
 
 
-class _PlanBuilder:
-  """Collects the pieces of one rank, and turns their order on each link into a plan.
+class _Stretch:
+  """A stretch of bytes, whose pieces go into the plan of one rank.
 
-  It goes from one stretch of bytes to the next. Each piece needs the pieces that wrote
-  its input, and the pieces that read the bytes that it overwrites.
+  Each piece needs the piece that wrote its input, and the pieces that read the bytes
+  that it overwrites.
   """
 
-  def __init__(self, rank: int):
-    self._rank = rank
-    self._pieces: list[PlannedPiece] = []
-    self._needs: list[set[int]] = []
-    self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
-
-  def link(self, sending: bool, peer: int) -> list[tuple[tuple, int]]:
-    """Returns the order of a link, which thereby exists even if it stays empty."""
-    return self._links.setdefault((sending, peer), [])
-
-  def begin(self, order: tuple[int, int], span: tuple[int, int]) -> None:
-    """Begins with a stretch, given its sort key and its bytes."""
-    self._order, self._span = order, span
+  def __init__(self, plan: RankPlan, rank: int, start: int, stop: int):
+    self._plan, self._rank, self._span = plan, rank, (start, stop)
     # The buffer that holds this rank's value.
-    self._value = ARRAY
+    self._buffer = ARRAY
     # The piece that wrote the value, if it is in OUT, and the pieces that read it.
     self._writer: list[int] = []
     self._readers: list[int] = []
 
-  def send(self, round_: int, peer: int) -> None:
+  def send(self, peer: int) -> None:
     """Sends the rank's current value."""
-    number = self._add(round_, peer, self._value, self._writer, sending=True)
-    if self._value == OUT:
+    number = self._add(peer, self._buffer, self._writer)
+    self._plan.sends[peer].append(number)
+    if self._buffer == OUT:
       self._readers.append(number)
 
-  def overwrite(self, round_: int, peer: int) -> None:
-    """Takes the value of another rank."""
-    self._write(round_, peer, OUT)
+  def receive(self, order: Sequence[int]) -> None:
+    """Takes the value of another rank, or adds up those of several in this order."""
+    needs, terms = [*self._writer, *self._readers], ()
+    if self._rank in order:
+      terms = tuple(
+        OWN if rank == self._rank else self._take(rank, RECEIVED)
+        for rank in order
+      )
+      needs += (number for number in terms if number != OWN)
+      number = self._add(-1, self._buffer, needs, terms)
+    else:
+      number = self._take(order[0], OUT, needs)
+    self._writer, self._readers, self._buffer = [number], [], OUT
 
-  def add_up(self, round_: int, order: Sequence[int]) -> None:
-    """Adds arriving pieces in the order of ranks."""
-    terms = tuple(
-      OWN if rank == self._rank else self._add(round_, rank, RECEIVED)
-      for rank in order
-    )
-    needs = [number for number in terms if number != OWN]
-    self._write(round_, -1, self._value, needs, terms)
-
-  def _add(
-    self, round_, peer, buffer, needs=(), terms=(), sending=False
-  ) -> int:
-    """Adds a piece and returns its number."""
-    number = len(self._pieces)
-    self._pieces.append(PlannedPiece(peer, buffer, *self._span, terms))
-    self._needs.append(set(needs))
-    if not terms:
-      self.link(sending, peer).append(((round_, *self._order), number))
+  def _take(self, peer, buffer, needs=()) -> int:
+    """Receives a piece and returns its number."""
+    number = self._add(peer, buffer, needs)
+    self._plan.receives[peer].append(number)
     return number
 
-  def _write(self, round_, peer, buffer, needs=(), terms=()) -> None:
-    """Adds a piece that writes the value into OUT."""
-    needs = [*needs, *self._writer, *self._readers]
-    number = self._add(round_, peer, buffer, needs, terms)
-    self._writer, self._readers, self._value = [number], [], OUT
-
-  def build(self) -> RankPlan:
-    """Returns the plan of all pieces."""
-    unlocks: list[list[int]] = [[] for _ in self._pieces]
-    for number, needs in enumerate(self._needs):
-      for other in sorted(needs):
-        unlocks[other].append(number)
-    sends, receives = {}, {}
-    for (sending, peer), order in sorted(self._links.items()):
-      numbers = tuple(number for _, number in sorted(order))
-      (sends if sending else receives)[peer] = numbers
-    return RankPlan(
-      tuple(self._pieces),
-      tuple(map(len, self._needs)),
-      tuple(map(tuple, unlocks)),
-      sends,
-      receives,
-    )
+  def _add(self, peer, buffer, needs, terms=()) -> int:
+    """Adds a piece and returns its number."""
+    number = len(self._plan.pieces)
+    self._plan.pieces.append(PlannedPiece(peer, buffer, *self._span, terms))
+    self._plan.needs.append(len(needs))
+    self._plan.unlocks.append([])
+    for other in needs:
+      self._plan.unlocks[other].append(number)
+    return number
 
 
 def from_schedule(
@@ -195,36 +167,33 @@ def from_schedule(
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
     L in C chunks and pieces of S bytes.
   """
-  builder = _PlanBuilder(rank)
-  steps: dict[int, list[tuple]] = {}
-  for round_, arrivals in enumerate(schedule.arrivals()):
-    for (dst, chunk), transfers in arrivals.items():
-      for t in transfers:
-        if t.src == rank:
-          # A round is simultaneous: sends read the values from before the round.
-          steps.setdefault(chunk, []).append((round_, 0, dst, ()))
-          builder.link(True, dst)
-        elif dst == rank:
-          builder.link(False, t.src)
-      if dst == rank:
-        order = tuple(schedule_lib.rank_order(rank, transfers))
-        steps.setdefault(chunk, []).append((round_, 1, dst, order))
+  plan = RankPlan([], [], [], {}, {})
   sizes = sizes or schedule_lib.chunk_sizes(length, schedule.num_chunks)
   ends = [itemsize * end for end in (0, *itertools.accumulate(sizes))]
   step = max(piece_bytes // itemsize, 1) * itemsize
-  for chunk, happens in steps.items():
-    happens.sort()
-    for index, start in enumerate(range(ends[chunk], ends[chunk + 1], step)):
-      span = start, min(start + step, ends[chunk + 1])
-      builder.begin((chunk, index), span)
-      for round_, arrives, peer, order in happens:
-        if not arrives:
-          builder.send(round_, peer)
-        elif rank in order:
-          builder.add_up(round_, order)
-        else:
-          builder.overwrite(round_, order[0])
-  return builder.build()
+  chunks = [
+    [
+      _Stretch(plan, rank, start, min(start + step, end))
+      for start in range(first, end, step)
+    ]
+    for first, end in itertools.pairwise(ends)
+  ]
+  for transfers in schedule.rounds():
+    arrivals: dict[int, list[schedule_lib.Transfer]] = {}
+    for t in transfers:
+      # A round is simultaneous: sends read the values from before the round.
+      if t.src == rank:
+        plan.sends.setdefault(t.dst, [])
+        for stretch in chunks[t.chunk]:
+          stretch.send(t.dst)
+      elif t.dst == rank:
+        plan.receives.setdefault(t.src, [])
+        arrivals.setdefault(t.chunk, []).append(t)
+    for chunk, arriving in sorted(arrivals.items()):
+      order = schedule_lib.rank_order(rank, arriving)
+      for stretch in chunks[chunk]:
+        stretch.receive(order)
+  return plan
 
 
 @functools.lru_cache(maxsize=256)
