@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import struct
 import sys
 import unittest
 import unittest.mock
@@ -113,13 +114,14 @@ class SlotsTest(absltest.TestCase):
     for number in (-9, 8):
       with self.assertRaisesRegex(ValueError, 'named slot'):
         peer.read(number, target)
-    # The same file number, on a host with the same id.
-    data = others.pack()[:32] + slots.pack()[32:]
-    with self.assertRaisesRegex(OSError, 'not there'):
-      host_memory.PeerSlots(data)
-    data = bytes(16) + slots.pack()[16:]
-    with self.assertRaisesRegex(OSError, 'another host'):
-      host_memory.PeerSlots(data)
+    # The number of another file, of no file, and of a process that is not here.
+    for numbers in (
+      others.pack()[:16],
+      struct.pack('<QQ', os.getpid(), 1 << 20),
+      struct.pack('<QQ', 1 << 40, 0),
+    ):
+      with self.assertRaisesRegex(OSError, 'another host'):
+        host_memory.PeerSlots(numbers + slots.pack()[16:])
 
 
 if __name__ == '__main__':

@@ -5,7 +5,6 @@ which slot a piece is in, and that it was read. The memory is a `memfd`, so noth
 left in `/dev/shm`.
 """
 
-import hashlib
 import itertools
 import mmap
 import os
@@ -18,8 +17,9 @@ import numpy as np
 NUM_SLOTS = 8
 SLOT_BYTES = 1 << 20
 
-# The host, the process and its file; the size of the memory, and its number.
-_SLOTS = struct.Struct('<16sQQQ8s')
+_SIZE = NUM_SLOTS * SLOT_BYTES
+# The process, the number of its file, and the file's own name.
+_SLOTS = struct.Struct('<QQ32s')
 SLOTS_BYTES = _SLOTS.size
 
 
@@ -32,26 +32,21 @@ class MemorySlots:
   """
 
   def __init__(self):
-    size = NUM_SLOTS * SLOT_BYTES + 8
-    self._file = os.memfd_create('tf_strategies', os.MFD_CLOEXEC)
+    # No other file has it: neither here nor on another host, where a process and a
+    # file may have the same numbers.
+    self._name = secrets.token_hex(16)
+    self._file = os.memfd_create(f'tf_strategies {self._name}', os.MFD_CLOEXEC)
     try:
-      os.ftruncate(self._file, size)
-      self._map = mmap.mmap(self._file, size)
+      os.ftruncate(self._file, _SIZE)
+      self._memory = np.frombuffer(mmap.mmap(self._file, _SIZE), np.uint8)
     except OSError:
       os.close(self._file)
       raise
-    self._memory = np.frombuffer(self._map, np.uint8)
-    # Hosts that were copied while they ran look like one host: a file of that name may
-    # be another file.
-    self._number = secrets.token_bytes(8)
-    self._map[-8:] = self._number
     self._numbers = itertools.cycle(range(NUM_SLOTS))
 
   def pack(self) -> bytes:
     """Returns what the peer needs, as `SLOTS_BYTES` bytes."""
-    return _SLOTS.pack(
-      host(), os.getpid(), self._file, len(self._memory), self._number
-    )
+    return _SLOTS.pack(os.getpid(), self._file, self._name.encode())
 
   def put(self, piece: np.ndarray) -> int:
     """Copies a piece into the next slot and returns its number."""
@@ -76,13 +71,19 @@ class PeerSlots:
   """
 
   def __init__(self, data: bytes):
-    its_host, pid, file, size, number = _SLOTS.unpack(data)
-    if its_host != host():
+    pid, file, name = _SLOTS.unpack(data)
+    place = f'/proc/{pid}/fd/{file}'
+    try:
+      # Processes with networks of their own count as hosts.
+      is_here = name.decode() in os.readlink(place) and os.path.samefile(
+        f'/proc/{pid}/ns/net', '/proc/self/ns/net'
+      )
+    except FileNotFoundError:
+      is_here = False
+    if not is_here:
       raise OSError('another host')
-    with open(f'/proc/{pid}/fd/{file}', 'rb') as opened:
-      mapped = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
-    if mapped[-8:] != number:
-      raise OSError('its files are not there')
+    with open(place, 'rb') as opened:
+      mapped = mmap.mmap(opened.fileno(), _SIZE, prot=mmap.PROT_READ)
     self._memory = np.frombuffer(mapped, np.uint8)
 
   def read(self, number: int, target: np.ndarray) -> None:
@@ -91,16 +92,3 @@ class PeerSlots:
     if not 0 <= number < NUM_SLOTS or target.nbytes > SLOT_BYTES:
       raise ValueError(f'it named slot {number}')
     np.copyto(target, self._memory[start : start + target.nbytes])
-
-
-def host() -> bytes:
-  """Returns 16 bytes that processes share which see each other without a network."""
-  parts = []
-  try:
-    with open('/proc/sys/kernel/random/boot_id', 'rb') as file:
-      parts.append(file.read())
-    for kind in ('pid', 'net'):
-      parts.append(os.readlink(f'/proc/self/ns/{kind}').encode())
-  except OSError:  # Not Linux.
-    parts.append(secrets.token_bytes(16))
-  return hashlib.blake2b(b'\n'.join(parts), digest_size=16).digest()
