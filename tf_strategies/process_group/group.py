@@ -372,7 +372,7 @@ class ProcessGroup:
         self._control.declare_failed(missed)
       self._state.check()
       header = link_lib.Header(operation.sequence, reductions.digest(text))
-      self._move(execution, header, operation.since + seconds)
+      self._move(execution, header, time.monotonic() + seconds)
       self.bytes_sent += plan.bytes_sent
     except errors.Error:
       raise

@@ -2,9 +2,7 @@
 
 import collections
 import concurrent.futures
-import dataclasses
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +34,7 @@ class Member(NamedTuple):
     return f'rank {self.rank} (task {self.task} at {self.address})'
 
 
-@dataclasses.dataclass(frozen=True)
-class FailureReport:
+class FailureReport(NamedTuple):
   """Why a group failed, in a form that travels.
 
   The exception is of the class `error` of `errors`, and the fields after `message` become its
@@ -74,7 +71,6 @@ class Operation(NamedTuple):
   text: str = 'nothing yet'
   name: str = ''  # Of the tensor.
   busy: bool = False  # Whether it is still running.
-  since: float = 0.0  # Of the monotonic clock.
 
   def __str__(self):
     return f'{self.text} (sequence {self.sequence})'
@@ -129,9 +125,7 @@ class GroupState:
 
   def begin(self, text: str, name: str) -> Operation:
     """Notes that the next collective begins."""
-    operation = Operation(
-      self.operation.sequence + 1, text, name, True, time.monotonic()
-    )
+    operation = Operation(self.operation.sequence + 1, text, name, True)
     self._recent.append((operation.sequence, text))
     self.operation = operation
     return operation

@@ -11,7 +11,6 @@ may be called from any thread.
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -67,12 +66,13 @@ class ControlPlane:
     self._handlers: dict[protocol.Kind, Callable[[int, Any], None]] = {
       _Kind.HEARTBEAT: self._on_heartbeat,
       _Kind.GOODBYE: self._on_goodbye,
+      # To rank 0, and from it.
+      _Kind.FAILED: self._on_failed,
       # To rank 0.
       _Kind.EXCHANGE: self._on_contribution,
       _Kind.REPORT: self._on_report,
       # From rank 0.
       _Kind.RESULT: self._on_result,
-      _Kind.FAILED: self._on_failed,
     }
     self._tasks = [host.spawn(self._beat())]
     if state.rank == 0:
@@ -105,7 +105,7 @@ class ControlPlane:
       'seconds': seconds,
       'ranks': list(ranks),
     }
-    self._post(self._report, suspicion)
+    self._post(self._tell_rank_0, _Kind.REPORT, suspicion)
     if not self._state.failed.wait(_DECISION_SECONDS):
       said = {self._state.rank: self._state.describe()}
       self._state.fail(
@@ -189,10 +189,7 @@ class ControlPlane:
     else:
       self._state.exchanges[tag] = future
       message = {'tag': tag, 'payload': payload}
-      if self._state.rank == 0:
-        self._on_contribution(0, message)
-      else:
-        self._links[0].send(_Kind.EXCHANGE, message)
+      self._tell_rank_0(_Kind.EXCHANGE, message)
 
   def _fail_exchanges(self) -> None:
     """Ends all exchanges, because the group failed or a rank left."""
@@ -271,7 +268,7 @@ class ControlPlane:
         f'This process itself stood still for {pause:.0f} s, so the others gave it '
         f'up. {report.message}'
       )
-      report = dataclasses.replace(report, message=message)
+      report = report._replace(message=message)
     if rank == 0:
       # Nobody is left to tell the others: they see it themselves.
       self._state.fail(report)
@@ -285,24 +282,17 @@ class ControlPlane:
 
   def end(self, report: state_lib.FailureReport) -> None:
     """Declares the group failed, in the loop; returns at once."""
-    if self._state.failure is not None:
-      return
-    center = self._links.get(0)
-    if center is None:
-      # Before this rank itself notices: it may end the process at once.
-      self._send_all(_Kind.FAILED, dataclasses.asdict(report))
-      self._state.fail(report)
-    elif 0 in self._state.departed:
+    if 0 in self._state.departed:
       self._state.fail(report)
     else:
-      center.send(_Kind.REPORT, {'failure': dataclasses.asdict(report)})
+      self._tell_rank_0(_Kind.FAILED, report._asdict())
 
-  def _report(self, suspicion: dict[str, Any]) -> None:
-    center = self._links.get(0)
-    if center is None:
-      self._host.spawn(self._decide(suspicion))
+  def _tell_rank_0(self, kind: protocol.Kind, message: Any) -> None:
+    """Has rank 0 take a message, which may be this rank."""
+    if self._state.rank == 0:
+      self._handlers[kind](0, message)
     else:
-      center.send(_Kind.REPORT, suspicion)
+      self._links[0].send(kind, message)
 
   async def _decide(self, suspicion: dict[str, Any]) -> None:
     if self._diagnosing or self._state.failure is not None:
@@ -329,14 +319,15 @@ class ControlPlane:
   def _all_said(self) -> dict[int, dict[str, Any]]:
     return {self._state.rank: self._state.describe(), **self._said}
 
-  def _on_report(self, rank, report):
-    if 'failure' in report:
-      self.end(state_lib.FailureReport(**report['failure']))
-    else:
-      self._report(report)
+  def _on_report(self, rank, suspicion):
+    self._host.spawn(self._decide(suspicion))
 
   def _on_failed(self, rank, message):
-    self._state.fail(state_lib.FailureReport(**message))
+    report = state_lib.FailureReport(**message)
+    if self._state.rank == 0 and self._state.failure is None:
+      # Before this rank itself notices: it may end the process at once.
+      self._send_all(_Kind.FAILED, message)
+    self._state.fail(report)
 
   def _on_heartbeat(self, rank, message):
     self._said[rank] = message['said']
