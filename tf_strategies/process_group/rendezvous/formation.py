@@ -11,7 +11,6 @@ The rank that needs a link dials; if both do, the call of the higher rank counts
 """
 
 import asyncio
-import collections
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -60,10 +59,8 @@ class Proposal:
     self.transport = transport.Transport(self.state.check)
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self._dialled: set[int] = set()
-    self._linked: collections.defaultdict[int, asyncio.Event] = (
-      collections.defaultdict(asyncio.Event)
-    )
+    # By rank: set once there is a link. Before, this rank has dialled.
+    self._linked: dict[int, asyncio.Event] = {}
 
   async def lead(self) -> None:
     """Does the leader's part; raises if a member does not take part."""
@@ -134,22 +131,20 @@ class Proposal:
     peer = state.Member(*about)
     if generation != self.state.generation or peer not in self._members:
       raise protocol.ProtocolError('a data link belongs to another group')
-    rank = peer.rank
-    both_dial = rank < self._rank and rank in self._dialled
-    if both_dial or self._linked[rank].is_set():
+    linked = self._linked.get(peer.rank)
+    if linked and (linked.is_set() or peer.rank < self._rank):
       connection.send(_Kind.REJECT, 'there is a link, or it is being made')
       connection.close()
       return
     connection.send(_Kind.ACCEPT)
-    self._add(rank, connection)
+    self._add(peer.rank, connection)
 
   async def _connect(self, rank: int) -> None:
-    linked = self._linked[rank]
-    if rank not in self._dialled and not linked.is_set():
-      self._dialled.add(rank)
+    if rank not in self._linked:
+      self._linked[rank] = asyncio.Event()
       await self._call(rank)
     # The peer's own call may be the one that counts.
-    await linked.wait()
+    await self._linked[rank].wait()
 
   async def _call(self, rank: int) -> None:
     message = [self.state.generation, self._members[self._rank]]
@@ -174,7 +169,7 @@ class Proposal:
       self._add(rank, connection)
 
   def _add(self, rank: int, connection: connection_lib.Connection) -> None:
-    self._linked[rank].set()
+    self._linked.setdefault(rank, asyncio.Event()).set()
     self.transport.add(rank, connection.sock)
 
   async def _dial_again(self, rank: int) -> connection_lib.Connection:
