@@ -209,12 +209,12 @@ class ObjectionTest(absltest.TestCase):
 class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (
-      {'addresses': {'0': 'a:1', '1': 'x:9', '3': 'c:1'}},
+      {'addresses': [[0, 'a:1'], [1, 'x:9'], [3, 'c:1']]},
       errors.ClusterConfigError,
       'life 0.*life 1.*task 1 is at b:1 here and at x:9',
     ),
     (
-      {'addresses': {'0': 'a:1', '1': 'b:1'}},
+      {'addresses': [[0, 'a:1'], [1, 'b:1']]},
       errors.ClusterConfigError,
       'life 0.*life 1.*task 3 is at c:1 here and at no address',
     ),

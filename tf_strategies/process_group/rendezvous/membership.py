@@ -89,7 +89,6 @@ class MembershipTable:
     self.addresses = dict(sorted(addresses.items()))
     self.task = task
     self.incarnation = incarnation
-    self._told_addresses = {str(t): a for t, a in self.addresses.items()}
     self.state = Activity.IDLE
     self.generation = 0
     self.progress = 0
@@ -121,7 +120,7 @@ class MembershipTable:
       'task': self.task,
       'incarnation': self.incarnation,
       'version': version.__version__,
-      'addresses': self._told_addresses if with_addresses else None,
+      'addresses': [*self.addresses.items()] if with_addresses else [],
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
@@ -193,21 +192,20 @@ class MembershipTable:
 
   def _check_same_job(self, message) -> None:
     """Raises an error if a task has another version, other addresses or this number."""
-    other, mine = message['task'], self._told_addresses
+    other, mine = message['task'], self.addresses
     if message['version'] != version.__version__:
       raise errors.RendezvousError(
         f'Expected tf_strategies {version.__version__} of task {self.task} '
         f'everywhere, got {message["version"]} on task {other}. Fix: install '
         'the same version everywhere.'
       )
-    theirs, differing = message['addresses'], []
-    if theirs is not None:
-      differing = [
-        f'task {t} is at {mine.get(t, "no address")} here and at '
-        f'{theirs.get(t, "no address")} there'
-        for t in sorted({*theirs, *mine})
-        if theirs.get(t) != mine.get(t)
-      ]
+    theirs = dict(message['addresses']) or mine
+    differing = [
+      f'task {t} is at {mine.get(t, "no address")} here and at '
+      f'{theirs.get(t, "no address")} there'
+      for t in sorted({*theirs, *mine})
+      if theirs.get(t) != mine.get(t)
+    ]
     if other not in self.views:
       differing.append(f'both claim to be task {other}')
     if differing:

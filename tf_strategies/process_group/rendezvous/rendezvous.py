@@ -301,7 +301,7 @@ class Rendezvous:
           self._membership.heard(message, _now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        is_first = message['addresses'] is not None
+        is_first = bool(message['addresses'])
         connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
         _, message = await connection_lib.within(
           _IDLE_SECONDS, connection.expect(_Kind.HELLO)
