@@ -148,7 +148,6 @@ class _TcpRun:
     # The links to look at, in order.
     self._active: dict[link_lib.DataLink, None] = {}
     plan = execution.plan
-    self._headers = len(plan.receives)  # That are to come.
     packed = header.pack()
     for rank, numbers in plan.sends.items():
       links[rank].sends.extend(numbers)
@@ -162,8 +161,8 @@ class _TcpRun:
   @property
   def is_open(self) -> bool:
     """Returns whether a header or a piece is to come, or something is to be sent."""
-    return bool(self._headers or self._execution.remaining) or any(
-      link.has_output for link in self._links.values()
+    return bool(self._execution.remaining) or any(
+      link.expects or link.has_output for link in self._links.values()
     )
 
   def enqueue(self, link: link_lib.DataLink) -> None:
@@ -241,7 +240,6 @@ class _TcpRun:
     # It may have come while this rank was at an earlier collective.
     if link.expects and link.header == self._header:
       link.expects, link.header = False, None
-      self._headers -= 1
       return True
     if link.expects or link.header.sequence <= self._header.sequence:
       raise execution_lib.MismatchError(link.rank)
