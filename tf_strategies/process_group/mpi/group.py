@@ -120,7 +120,6 @@ class MpiProcessGroup(group_lib.ProcessGroup):
   def __init__(self, comm, meeting, *parts):
     super().__init__(*parts)
     self._comm, self._meeting = comm, meeting
-    self._headers = np.empty((comm.size, 2), np.uint64)
 
   def paths(self) -> dict[int, str]:
     """See base class. MPI does not say how it moves arrays."""
@@ -134,14 +133,9 @@ class MpiProcessGroup(group_lib.ProcessGroup):
 
   def _move(self, execution, header, deadline) -> None:
     """See base class: waits for all ranks, which must be about to do the same."""
-    mine = np.array(header, np.uint64)
-    self._comm.gather_equal(
-      mine.view(np.uint8),
-      self._headers.view(np.uint8).reshape(-1),
-      deadline,
-      self._state.check,
-    )
-    headers = self._headers.tolist()
+    headers = self._comm.gather_equal(
+      np.array(header, np.uint64), deadline, self._state.check
+    ).tolist()
     for rank, other in enumerate(headers):
       if other != headers[self.rank]:
         raise execution_lib.MismatchError(rank)

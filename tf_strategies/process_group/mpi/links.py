@@ -94,19 +94,19 @@ class MpiLinks:
     # Never freed, as that waits for the others too.
     self._comm = world.Dup()
 
-  def gather_equal(
-    self, part: np.ndarray, parts: np.ndarray, *how: Any
-  ) -> None:
-    """Brings equally many bytes of every rank to every rank.
+  def gather_equal(self, part: np.ndarray, *how: Any) -> np.ndarray:
+    """Brings an array of every rank, of equal shapes, to every rank.
 
     Args:
-      part: bytes of this rank, uint8.
-      parts: array for the bytes of all ranks, uint8, `size` times as long.
+      part: array of this rank.
       *how: the deadline and the check of `wait`.
+
+    Returns:
+      An array with a row for each rank.
     """
-    byte = self._mpi.BYTE
-    request = self._comm.Iallgather([part, byte], [parts, byte])
-    self.wait(request, (part, parts), *how)
+    parts = np.empty((self.size, *part.shape), part.dtype)
+    self.wait(self._comm.Iallgather(part, parts), (part, parts), *how)
+    return parts
 
   def run(
     self,
@@ -141,10 +141,7 @@ class MpiLinks:
       DeadlineError: a rank did not come in time.
     """
     text = json.dumps(value).encode().ljust(_TEXT_BYTES)
-    texts = np.empty((self.size, _TEXT_BYTES), np.uint8)
-    self.gather_equal(
-      np.frombuffer(text, np.uint8), texts.reshape(-1), deadline
-    )
+    texts = self.gather_equal(np.frombuffer(text, np.uint8), deadline)
     return [json.loads(row.tobytes()) for row in texts]
 
   def wait(
@@ -262,7 +259,7 @@ class _MpiRun:
         start, memory = self._comm.Isend, self._execution.memory(number)
       else:
         start, memory = self._comm.Irecv, self._execution.target(number)
-      self.requests.append(start([memory, self._mpi.BYTE], peer))
+      self.requests.append(start(memory, peer))
       self._about.append((*link, number))
       self._under_way[link] += 1
 
