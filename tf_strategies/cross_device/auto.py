@@ -48,22 +48,11 @@ class AutoAllReduce(base.ScheduledAllReduce):
     topology = cost_model.Topology(world_size, links.LINKS[link])
     return cost_model.choose(num_bytes, topology)
 
-  def _reduce_everywhere(self, reduce_op, values, devices):
+  def _way(self, devices, dtype):
     has_nccl = not tf.executing_eagerly() and links.nccl_is_usable(devices)
-    by_dtype = {}  # None for the dtypes that a schedule reduces.
-    for i, value in enumerate(values):
-      dtype = value.values[0].dtype
-      by_nccl = has_nccl and dtype in _NCCL_DTYPES
-      by_dtype.setdefault(dtype if by_nccl else None, []).append(i)
-    results = [None] * len(values)
-    for dtype, members in by_dtype.items():
-      reduce = self._reduce_by_nccl if dtype else self._reduce_by_schedule
-      own = [values[i] for i in members]
-      for i, result in zip(
-        members, reduce(reduce_op, own, devices), strict=True
-      ):
-        results[i] = result
-    return results
+    if has_nccl and dtype in _NCCL_DTYPES:
+      return self._reduce_by_nccl, dtype
+    return (self._reduce_by_schedule,)
 
   def _reduce_by_nccl(self, reduce_op, values, devices):
     """Reduces values of one dtype, which TensorFlow packs into one tensor."""
@@ -85,7 +74,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   def _reduce_by_schedule(self, reduce_op, values, devices):
     """Reduces values. Between parts of one GPU, it packs small ones."""
-    reduce = super()._reduce_everywhere
+    reduce = self._reduce_everywhere
     if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
       return reduce(reduce_op, values, devices)
     base.check_tensors(values)

@@ -124,13 +124,12 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         results[i] = self._reduce_slices(reduce_op, value.values, devices)
       else:
         holders = _holders(value)
-        if destination is given:
+        way = (self._reduce_to,)
+        if destination is given or devices == holders:
           devices = holders
-        groups.setdefault((holders, devices), []).append((i, value))
-    for (holders, devices), members in groups.items():
-      reduce = self._reduce_to
-      if devices == holders:
-        reduce = self._reduce_everywhere
+          way = self._way(devices, value.values[0].dtype)
+        groups.setdefault((devices, *way), []).append((i, value))
+    for (devices, reduce, *_), members in groups.items():
       reduced = reduce(reduce_op, [value for _, value in members], devices)
       for (i, _), result in zip(members, reduced, strict=True):
         results[i] = result
@@ -151,6 +150,14 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     values = as_tensors(per_replica_value).values
     self._statistics['gather'].record(devices)
     return wrap(_on_each(devices, lambda: tf.concat(values, axis)))
+
+  def _way(self, devices, dtype):
+    """Returns the method that reduces values of a dtype over the devices.
+
+    It gets the values together for which all that this returns is equal.
+    """
+    del devices, dtype
+    return (self._reduce_everywhere,)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     """Reduces dense values over `devices` in one plan. Every device gets the results."""
