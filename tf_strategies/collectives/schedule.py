@@ -123,31 +123,25 @@ class Schedule:
       ),
     )
 
-  def arrivals(
-    self,
-  ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:
+  def arrivals(self) -> list[dict[tuple[int, int], list[Transfer]]]:
     """Returns the writes of each round: {(dst, chunk): transfers, by sender}."""
     arrivals = []
     for transfers in self.rounds():
-      places: dict[tuple[int, int], list[Transfer]] = {}
+      arrivals.append({})
       for t in transfers:
-        places.setdefault((t.dst, t.chunk), []).append(t)
-      arrivals.append({p: tuple(ts) for p, ts in places.items()})
-    return tuple(arrivals)
+        arrivals[-1].setdefault((t.dst, t.chunk), []).append(t)
+    return arrivals
 
   def owners(self) -> tuple[int, ...]:
     """Returns, for each chunk, the lowest rank that makes its last additions.
 
     These complete the chunk. All other ranks get copies.
     """
-    last: dict[int, tuple[int, int]] = {}
-    for t in self.transfers:
+    owners = [0] * self.num_chunks  # A single rank adds nothing.
+    for t in sorted(self.transfers, key=lambda t: (t.round, -t.dst)):
       if t.reduce:
-        addition = -t.round, t.dst
-        last[t.chunk] = min(last.get(t.chunk, addition), addition)
-    # A single rank adds nothing.
-    chunks = range(self.num_chunks)
-    return tuple(last[c][1] if c in last else 0 for c in chunks)
+        owners[t.chunk] = t.dst
+    return tuple(owners)
 
   def bytes_in(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
     """Returns the bytes that each rank receives, given the size of each chunk."""
