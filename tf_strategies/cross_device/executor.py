@@ -28,12 +28,13 @@ def share_memory(devices: Sequence[str]) -> bool:
   A tensor that TensorFlow has not placed yet has an empty name. It counts as a
   CPU if the process has no other devices.
   """
-  return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
-
-
-def _only_device_type() -> str:
-  types = {d.device_type.lower() for d in tf.config.list_logical_devices()}
-  return types.pop() if len(types) == 1 else ''
+  return all(
+    'cpu' in name.lower()
+    for device in devices
+    for name in (
+      [device] if device else [d.name for d in tf.config.list_logical_devices()]
+    )
+  )
 
 
 def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
