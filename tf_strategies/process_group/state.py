@@ -113,9 +113,8 @@ class GroupState:
       if self.failure is not None:
         return
       self.failure = report
-      callbacks, self._on_failure = self._on_failure, []
     self.failed.set()
-    for callback in callbacks:
+    for callback in self._on_failure:
       callback()
 
   def check(self) -> None:

@@ -68,14 +68,9 @@ class Connection:
 
   def write(self, data: bytes) -> None:
     """Sends bytes."""
-    if self._broken:
-      return
-    idle = not self._unsent
-    self._unsent += data
-    if idle:
+    if not self._broken:
+      self._unsent += data
       self._flush()
-      if self._unsent:
-        self._loop.add_writer(self.sock, self._flush)
 
   def send(self, kind: protocol.Kind, message: Any = None) -> None:
     """Sends a frame that holds a JSON value."""
@@ -120,10 +115,12 @@ class Connection:
     try:
       del self._unsent[: self.sock.send(self._unsent)]
     except BlockingIOError:
-      return
+      pass
     except OSError:
       self._give_up()
-    if not self._unsent:
+    if self._unsent:
+      self._loop.add_writer(self.sock, self._flush)
+    else:
       self._loop.remove_writer(self.sock)
 
   def _give_up(self) -> None:

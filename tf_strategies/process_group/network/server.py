@@ -83,10 +83,9 @@ class Server:
     future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
     try:
       return errors.result_of(future)
-    except BaseException:
-      # Also an interrupt: the coroutine must not go on without its caller.
+    finally:
+      # After an interrupt the coroutine must not go on without its caller.
       future.cancel()
-      raise
 
   def spawn(self, coroutine: Coroutine) -> asyncio.Task:
     """Starts a task that ends with the server; inside the loop only."""
