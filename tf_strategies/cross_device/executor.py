@@ -6,6 +6,7 @@ tensors travel without being concatenated. Between devices that share memory,
 copies cost more than additions.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -142,12 +143,11 @@ def execute(
   chunks = [
     [p for p in layout if p.chunk == c] for c in range(schedule.num_chunks)
   ]
-  cut = {p.tensor for p in layout if p.start}
   state = []
   for rank, device in enumerate(devices):
     with tf.device(device):
       tensors = divide_some(values[rank], divide_by, halves=True)
-      state.append(_cut(tensors, chunks, cut))
+      state.append(_cut(tensors, layout))
 
   for arrivals in schedule.arrivals():
     received = {}
@@ -155,46 +155,42 @@ def execute(
       with tf.device(devices[dst]):
         ranks = schedule_lib.rank_order(dst, sources)
         away = elsewhere([devices[rank] for rank in ranks], devices[dst])
-        terms = zip(*(state[rank][chunk] for rank in ranks), strict=True)
-        received[dst, chunk] = [add(term, away) for term in terms]
+        for p in chunks[chunk]:
+          received[dst, p] = add([state[rank][p] for rank in ranks], away)
     # Written last, because every transfer of a round reads the state before it.
-    for (dst, chunk), pieces in received.items():
-      state[dst][chunk] = pieces
+    for (dst, p), total in received.items():
+      state[dst][p] = total
 
   results = []
   for rank, device in enumerate(devices):
     with tf.device(device):
-      sums = _join(state[rank], chunks, values[rank])
+      sums = _join(state[rank], values[rank])
       results.append(divide_some(sums, divide_by, halves=False))
   return results
 
 
-def _cut(tensors, chunks, cut):
-  """Returns one rank's tensors as each chunk's pieces; some of them are `cut`."""
+def _cut(tensors, layout):
+  """Returns one rank's tensors by the pieces of a layout."""
+  cut = {p.tensor for p in layout if p.start}
+  state = {}
+  for p in layout:
+    state[p] = tensor = tensors[p.tensor]
+    if p.tensor in cut:
+      flat = tf.reshape(tensor, [-1])
+      # A slice is a view if its start and length are multiples of 64 bytes.
+      state[p] = tf.slice(flat, [p.start], [p.stop - p.start])
+  return state
 
-  def piece(p):
-    if p.tensor not in cut:
-      return tensors[p.tensor]
-    flat = tf.reshape(tensors[p.tensor], [-1])
-    # A slice is a view if its start and length are multiples of 64 bytes.
-    return tf.slice(flat, [p.start], [p.stop - p.start])
 
-  return [[piece(p) for p in pieces] for pieces in chunks]
-
-
-def _join(state, chunks, like):
+def _join(state, like):
   """Joins one rank's pieces, which are in order, in the shapes of `like`."""
-  parts = [[] for _ in like]
-  for pieces, tensors in zip(chunks, state, strict=True):
-    for p, part in zip(pieces, tensors, strict=True):
-      parts[p.tensor].append(part)
   results = []
-  for tensor, ordered in zip(like, parts, strict=True):
-    if len(ordered) == 1:
-      results.append(ordered[0])
+  for i, pieces in itertools.groupby(state, lambda p: p.tensor):
+    parts, shape = [state[p] for p in pieces], like[i].shape
+    if len(parts) == 1:
+      results += parts
       continue
-    shape = tensor.shape
     if not shape.is_fully_defined():
-      shape = tf.shape(tensor)
-    results.append(tf.reshape(tf.concat(ordered, 0), shape))
+      shape = tf.shape(like[i])
+    results.append(tf.reshape(tf.concat(parts, 0), shape))
   return results
