@@ -56,9 +56,6 @@ class TrainingMonitor:
     UnsupportedOptionError: `timeline` is no path of a local file.
   """
 
-  # Rows of the epoch so far; None if a batch had an unknown number of rows.
-  _rows: int | None = 0
-
   def __init__(self, timeline: str | os.PathLike | None = None):
     if timeline is not None:
       option_checks.check_local_path(
@@ -160,8 +157,11 @@ class TrainingMonitor:
       return
     self._step_ns += whole[1] - whole[0]
     self._communication_ns += _communication_ns(whole, self._events)
-    batches = [e for e in self._events if e.category == recorder.INPUT]
-    rows = [batch.args.get('all_rows') for batch in batches]
+    rows = [
+      event.args.get('all_rows')
+      for event in self._events
+      if event.category == recorder.INPUT
+    ]
     if not rows or None in rows:
       self._rows = None
     elif self._rows is not None:
@@ -171,7 +171,8 @@ class TrainingMonitor:
     """Begins the averages of `logs`."""
     self._epoch_began = time.monotonic()
     self._step_ns = self._communication_ns = 0
-    self._rows = 0
+    # None if a batch had an unknown number of rows.
+    self._rows: int | None = 0
 
   def logs(self) -> dict[str, float]:
     """Returns the means of the epoch's steps so far, by names for people.
