@@ -166,9 +166,7 @@ class ControlPlane:
       link.pending for link in self._links.values()
     ):
       await asyncio.sleep(0.01)
-    for task in self._tasks:
-      task.cancel()
-    await asyncio.gather(*self._tasks, return_exceptions=True)
+    await connection_lib.end(self._tasks)
     for link in self._links.values():
       link.close()
 

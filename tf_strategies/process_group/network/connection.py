@@ -13,7 +13,7 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
 from tf_strategies import errors
@@ -150,10 +150,14 @@ async def together(
         raise TimeoutError('it does not answer')
     return [task.result() for task in tasks]
   finally:
-    # Either way their exceptions count as seen, also if this is cancelled.
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end(tasks)
+
+
+async def end(tasks: Collection[asyncio.Task]) -> None:
+  """Cancels tasks, and waits for their ends. Their exceptions count as seen."""
+  for task in tasks:
+    task.cancel()
+  await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def within(seconds: float, coroutine: Coroutine) -> Any:

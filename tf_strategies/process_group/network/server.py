@@ -106,11 +106,7 @@ class Server:
     self.spawn(self._accept())
     try:
       self.loop.run_forever()
-      for task in self._tasks:
-        task.cancel()
-      self.loop.run_until_complete(
-        asyncio.gather(*self._tasks, return_exceptions=True)
-      )
+      self.loop.run_until_complete(connection_lib.end(self._tasks))
     finally:
       self._listener.close()
       self.loop.close()
@@ -132,10 +128,8 @@ class Server:
       self._unauthenticated[task] = None
       task.add_done_callback(lambda t: self._unauthenticated.pop(t, None))
       if len(self._unauthenticated) > self._max_unauthenticated:
-        oldest = next(iter(self._unauthenticated))
-        oldest.cancel()
         # Until it has closed its socket: else they could pile up.
-        await asyncio.gather(oldest, return_exceptions=True)
+        await connection_lib.end([next(iter(self._unauthenticated))])
 
   async def _serve(self, connection: connection_lib.Connection) -> None:
     seconds = connection_lib.HANDSHAKE_SECONDS

@@ -199,9 +199,7 @@ class Rendezvous:
         await asyncio.sleep(_REFUSAL_SECONDS)
     finally:
       self._formed = None
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+      await connection_lib.end(tasks)
       if members.state is not membership.Activity.RUNNING:
         members.state = membership.Activity.IDLE
     return formed.result()
@@ -237,9 +235,7 @@ class Rendezvous:
           polls.pop(task).cancel()
         await asyncio.sleep(self._pause() / 2)
     finally:
-      for poll in polls.values():
-        poll.cancel()
-      await asyncio.gather(*polls.values(), return_exceptions=True)
+      await connection_lib.end(polls.values())
 
   async def _poll(self, task: int) -> None:
     """Polls the state of one worker."""
