@@ -41,10 +41,9 @@ def auto_all_reduce(rank):
   def all_reduce(rows):
     with tf.device(device):
       values = [_tf_internal.PerReplica((tf.identity(r),)) for r in rows]
-    reduced = op.batch_reduce_implementation(
+    return op.batch_reduce_implementation(
       tf.distribute.ReduceOp.MEAN, [(v, v) for v in values], None
     )
-    return [value.values[0] for value in reduced]
 
   rows = [tf.constant(r) for r in (np.float32([1, 2]), np.float64([3]), [4])]
   rows[2] = tf.cast(rows[2], tf.int64)

@@ -54,48 +54,46 @@ class AutoAllReduce(base.ScheduledAllReduce):
       return self._reduce_by_nccl, dtype
     return (self._reduce_by_schedule,)
 
-  def _reduce_by_nccl(self, reduce_op, values, devices):
-    """Reduces values of one dtype, which TensorFlow packs into one tensor."""
+  def _reduce_by_nccl(self, values, devices):
+    """Adds up values of one dtype, which TensorFlow packs into one tensor."""
     base.check_tensors(values)
-    num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
+    num_bytes = sum(base.bytes_of(tensors[0]) for tensors in values)
     # NCCL's rings send the same bytes as ours.
     ring = algorithms.build('ring', len(devices))
     chunks = schedule_lib.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
     # NCCL needs to know each tensor's device.
     placed = [
-      _tf_internal.PerReplica(base.copied(value.values, devices))
-      for value in values
+      _tf_internal.PerReplica(base.copied(tensors, devices))
+      for tensors in values
     ]
     # `batch_reduce` would skip NCCL if there is only one device.
-    return self._nccl.batch_reduce_implementation(
-      reduce_op, [(v, v) for v in placed], None
+    sums = self._nccl.batch_reduce_implementation(
+      tf.distribute.ReduceOp.SUM, [(v, v) for v in placed], None
     )
+    # One device gets tensors.
+    return [getattr(total, 'values', [total]) for total in sums]
 
-  def _reduce_by_schedule(self, reduce_op, values, devices):
-    """Reduces values. Between parts of one GPU, it packs small ones."""
-    reduce = self._reduce_everywhere
+  def _reduce_by_schedule(self, values, devices):
+    """Adds up values. Between parts of one GPU, it packs small ones."""
     if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
-      return reduce(reduce_op, values, devices)
+      return self._reduce_everywhere(values, devices)
     base.check_tensors(values)
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
-    for value in values:
+    for tensors in values:
       # Replicas may know different shapes, but must pack the same tensors.
-      known = [t.shape for t in value.values]
-      for tensor in value.values:
+      known = [t.shape for t in tensors]
+      for tensor in tensors:
         if not tensor.shape.is_fully_defined():
           tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
-    packed = []
-    for rank, device in enumerate(devices):
-      with tf.device(device):
-        tensors = [v.values[rank] for v in values]
-        packed.append(packing.pack(tensors, bucket_bytes, alone_bytes))
-    buckets = zip(*(p.buckets for p in packed), strict=True)
-    sums = reduce(
-      reduce_op, list(map(_tf_internal.PerReplica, buckets)), devices
+    packed = executor.on_each(
+      devices,
+      lambda *tensors: packing.pack(tensors, bucket_bytes, alone_bytes),
+      *values,
     )
-    columns = []
-    for rank, device in enumerate(devices):
-      with tf.device(device):
-        columns.append(packed[rank].unpack([s.values[rank] for s in sums]))
-    return list(map(base.mirrored, zip(*columns, strict=True)))
+    buckets = zip(*(p.buckets for p in packed), strict=True)
+    sums = self._reduce_everywhere([*buckets], devices)
+    columns = executor.on_each(
+      devices, lambda pack, *own: pack.unpack(own), packed, *sums
+    )
+    return zip(*columns, strict=True)

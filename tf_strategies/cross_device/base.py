@@ -115,24 +115,27 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   ):
     """Reduces several values in one plan; see `CrossDeviceOps.batch_reduce`."""
     del options
+    is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
     results = [None] * len(value_destination_pairs)
     groups = {}
-    for i, (value, destination) in enumerate(value_destination_pairs):
-      given, value = value, as_tensors(value)
+    for i, (given, destination) in enumerate(value_destination_pairs):
+      values = as_tensors(given).values
+      count = len(values) if is_mean else 1
       devices = tuple(_tf_internal.get_devices_from(destination))
-      if isinstance(value.values[0], tf.IndexedSlices):
-        results[i] = self._reduce_slices(reduce_op, value.values, devices)
+      if isinstance(values[0], tf.IndexedSlices):
+        results[i] = self._gather_slices(values, devices, count)
       else:
-        holders = _holders(value)
+        holders = _holders(values)
         way = (self._reduce_to,)
         if destination is given or devices == holders:
           devices = holders
-          way = self._way(devices, value.values[0].dtype)
-        groups.setdefault((devices, *way), []).append((i, value))
+          way = self._way(devices, values[0].dtype)
+        values = divided(values, holders, count, is_before=True)
+        groups.setdefault((devices, *way), []).append((i, count, values))
     for (devices, reduce, *_), members in groups.items():
-      reduced = reduce(reduce_op, [value for _, value in members], devices)
-      for (i, _), result in zip(members, reduced, strict=True):
-        results[i] = result
+      sums = reduce([values for *_, values in members], devices)
+      for (i, count, _), parts in zip(members, sums, strict=True):
+        results[i] = wrap(divided(parts, devices, count, is_before=False))
     return results
 
   def broadcast_implementation(self, tensor, destinations):
@@ -149,20 +152,28 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     devices = tuple(_tf_internal.get_devices_from(destinations))
     values = as_tensors(per_replica_value).values
     self._statistics['gather'].record(devices)
-    return wrap(_on_each(devices, lambda: tf.concat(values, axis)))
+    return wrap(executor.on_each(devices, lambda: tf.concat(values, axis)))
 
   def _way(self, devices, dtype):
-    """Returns the method that reduces values of a dtype over the devices.
+    """Returns the method that adds up values of a dtype over the devices.
 
     It gets the values together for which all that this returns is equal.
     """
     del devices, dtype
     return (self._reduce_everywhere,)
 
-  def _reduce_everywhere(self, reduce_op, values, devices):
-    """Reduces dense values over `devices` in one plan. Every device gets the results."""
+  def _reduce_everywhere(self, values, devices):
+    """Adds up dense values over `devices` in one plan.
+
+    Args:
+      values: for each value its tensors, by device.
+      devices: the devices.
+
+    Returns:
+      The sums, in the same structure.
+    """
     check_tensors(values)
-    tensors = [[v.values[r] for v in values] for r in range(len(devices))]
+    tensors = list(zip(*values, strict=True))
     num_bytes = sum(bytes_of(t) for t in tensors[0])
     schedule = self.schedule(devices, num_bytes)
     layout = layout_lib.plan_layout(
@@ -178,35 +189,28 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
     self.last_bytes_in = schedule.bytes_in(chunk_bytes)
     self._statistics['all_reduce'].record(devices, self.last_bytes_in)
-    divide_by = len(devices) if _is_mean(reduce_op) else 1
-    results = executor.execute(schedule, layout, tensors, devices, divide_by)
-    return [
-      mirrored([results[r][i] for r in range(len(devices))])
-      for i in range(len(values))
-    ]
+    sums = executor.execute(schedule, layout, tensors, devices)
+    return zip(*sums, strict=True)
 
-  def _reduce_to(self, reduce_op, values, devices):
-    """Reduces to devices other than those that hold the values."""
+  def _reduce_to(self, values, devices):
+    """Adds up on devices other than those that hold the values."""
     check_tensors(values)
-    tensors = [list(v.values) for v in values]
-    received = sum(_bytes_from_others(parts, devices[0]) for parts in tensors)
-    copied = sum(bytes_of(parts[0]) for parts in tensors)
+    received = sum(_bytes_from_others(parts, devices[0]) for parts in values)
+    copied = sum(bytes_of(parts[0]) for parts in values)
     self._statistics['reduce'].record(
       devices, [received] + [copied] * (len(devices) - 1)
     )
-    results = []
-    for parts, value in zip(tensors, values, strict=True):
-      away = executor.elsewhere(_holders(value), devices[0])
+    sums = []
+    for parts in values:
+      away = executor.elsewhere(_holders(parts), devices[0])
       with tf.device(devices[0]):
-        reduced = executor.add(
-          parts, away, len(parts) if _is_mean(reduce_op) else 1
-        )
-      copies = _on_each(devices[1:], lambda r=reduced: tf.identity(r))
-      results.append(wrap([reduced, *copies]))
-    return results
+        total = executor.add(parts, away)
+      copies = executor.on_each(devices[1:], lambda t=total: tf.identity(t))
+      sums.append([total, *copies])
+    return sums
 
-  def _reduce_slices(self, reduce_op, slices, devices):
-    """Gathers `tf.IndexedSlices` on every destination device.
+  def _gather_slices(self, slices, devices, count):
+    """Gathers `tf.IndexedSlices`, over `count`, on every destination device.
 
     The gradient of an embedding is a list of rows, which may contain a row
     several times. The concatenated list equals one device's, so the optimizer
@@ -217,10 +221,11 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     self._statistics['all_reduce'].record(
       devices, [_bytes_from_others([*rows, *indices], d) for d in devices]
     )
-    if _is_mean(reduce_op):
-      for i, part in enumerate(rows):
-        with tf.device(part.device):
-          rows[i] = executor.divide(part, len(rows))
+    if count > 1:
+      holders = [part.device for part in rows]
+      rows = executor.on_each(
+        holders, lambda part: executor.divide(part, count), rows
+      )
     shape = slices[0].dense_shape
 
     def concat():
@@ -230,7 +235,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         None if shape is None else tf.identity(shape),
       )
 
-    return wrap(_on_each(devices, concat))
+    return wrap(executor.on_each(devices, concat))
 
 
 class RingAllReduce(ScheduledAllReduce):
@@ -251,36 +256,22 @@ class RingAllReduce(ScheduledAllReduce):
     super().__init__('ring')
 
 
-def _on_each(devices, make):
-  """Calls `make` on each device, and returns the values."""
-  values = []
-  for device in devices:
-    with tf.device(device):
-      values.append(make())
-  return values
-
-
 def wrap(values):
   """Returns a single value unchanged, several values as a `Mirrored`."""
-  return values[0] if len(values) == 1 else mirrored(values)
+  if len(values) == 1:
+    return values[0]
+  return _tf_internal.regroup(
+    tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=True
+  )
 
 
 def copied(values, devices):
   """Returns copies of tensors or slices, each on its device."""
-  found = []
-  for value, device in zip(values, devices, strict=True):
-    with tf.device(device):
-      found.append(
-        tf.nest.map_structure(tf.identity, value, expand_composites=True)
-      )
-  return found
 
+  def copy(value):
+    return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
-def mirrored(values):
-  """Returns a `Mirrored` of one value for each device."""
-  return _tf_internal.regroup(
-    tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=True
-  )
+  return executor.on_each(devices, copy, values)
 
 
 def as_tensors(value):
@@ -299,14 +290,14 @@ def as_tensors(value):
   return _tf_internal.PerReplica(tensors)
 
 
-def _holders(value) -> tuple[str, ...]:
-  """Returns the full names of the devices that hold a distributed value.
+def _holders(values) -> tuple[str, ...]:
+  """Returns the full names of the devices that hold the values of replicas.
 
   In a graph, arguments and variables may not have a device yet. A strategy's
   replicas define the devices of its values. Other values keep an empty name,
   and TensorFlow places their results.
   """
-  devices = [v.device for v in value.values]
+  devices = [v.device for v in values]
   if not all(devices) and tf.distribute.has_strategy():
     replicas = tf.distribute.get_strategy().extended.worker_devices
     if len(replicas) == len(devices):
@@ -324,14 +315,22 @@ def _bytes_from_others(tensors, device: str) -> int:
   )
 
 
-def _is_mean(reduce_op) -> bool:
-  return reduce_op == tf.distribute.ReduceOp.MEAN
+def divided(tensors, devices, count, is_before):
+  """Divides tensors, each on its device; see `executor.divide_beside_sum`."""
+  return executor.on_each(
+    devices,
+    lambda tensor: executor.divide_beside_sum(tensor, count, is_before),
+    tensors,
+  )
 
 
 def check_tensors(values) -> None:
-  """Rejects dtypes without a sum, and replicas that disagree."""
-  for i, value in enumerate(values):
-    first = value.values[0]
+  """Rejects dtypes without a sum, and replicas that disagree.
+
+  `values` are the tensors of all replicas, for each value.
+  """
+  for i, tensors in enumerate(values):
+    first = tensors[0]
     dtype = first.dtype
     option_checks.check(
       dtype.is_floating or dtype.is_integer or dtype.is_complex,
@@ -339,7 +338,7 @@ def check_tensors(values) -> None:
       'a float, complex or integer dtype',
       'cast the value first, for instance bool to int32',
     )
-    for rank, tensor in enumerate(value.values):
+    for rank, tensor in enumerate(tensors):
       if tensor.dtype != dtype or not tensor.shape.is_compatible_with(
         first.shape
       ):

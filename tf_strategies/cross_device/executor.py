@@ -7,7 +7,8 @@ copies cost more than additions.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -38,6 +39,17 @@ def share_memory(devices: Sequence[str]) -> bool:
   )
 
 
+def on_each(
+  devices: Sequence[str], make: Callable[..., Any], *rows: Iterable[Any]
+) -> list[Any]:
+  """Returns what `make` makes on each device, of the device's values in the rows."""
+  made = []
+  for device, *own in zip(devices, *rows, strict=True):
+    with tf.device(device):
+      made.append(make(*own))
+  return made
+
+
 def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
   """Returns `devices` with `here` replaced by another of them; see `add`.
 
@@ -53,7 +65,6 @@ def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
 def add(
   tensors: Sequence[tf.Tensor],
   away: Sequence[str] | None = None,
-  divide_by: int = 1,
 ) -> tf.Tensor:
   """Returns the sum of tensors of one dtype, 16-bit floats through float32.
 
@@ -67,20 +78,14 @@ def add(
     tensors: tensors to add.
     away: for each tensor, a device other than the current one through which it
       passes. Only for devices that share memory, where this costs nothing.
-    divide_by: divisor of the sum. 16-bit floats are divided first, so that the sum
-      cannot overflow.
   """
-  dtype = tensors[0].dtype
-  tensors = divide_some(tensors, divide_by, halves=True)
   if len(tensors) == 1:
-    total = tf.identity(tensors[0])
+    return tf.identity(tensors[0])
+  if away is None or len(tensors) == 2 or tf.executing_eagerly():
+    terms = [_widen(t) for t in tensors]
   else:
-    if away is None or len(tensors) == 2 or tf.executing_eagerly():
-      terms = [_widen(t) for t in tensors]
-    else:
-      terms = [_via(d, t) for d, t in zip(away, tensors, strict=True)]
-    total = tf.cast(tf.add_n(terms), dtype)
-  return divide_some([total], divide_by, halves=False)[0]
+    terms = [_via(d, t) for d, t in zip(away, tensors, strict=True)]
+  return tf.cast(tf.add_n(terms), tensors[0].dtype)
 
 
 def _widen(tensor):
@@ -104,18 +109,17 @@ def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
   return tf.cast(_widen(tensor) / count, tensor.dtype)
 
 
-def divide_some(
-  tensors: Sequence[tf.Tensor], count: int, halves: bool
-) -> list[tf.Tensor]:
-  """Divides the tensors of 16-bit floats, or all others.
+def divide_beside_sum(
+  tensor: tf.Tensor, count: int, is_before: bool
+) -> tf.Tensor:
+  """Divides a term before a sum, or the sum after it, where it is time for that.
 
   Before a sum is the time for 16-bit floats, because their sum may overflow although
   the mean does not. After it is the time for all others.
   """
-  return [
-    divide(t, count) if count > 1 and is_half(t.dtype) == halves else t
-    for t in tensors
-  ]
+  if count > 1 and is_half(tensor.dtype) == is_before:
+    return divide(tensor, count)
+  return tensor
 
 
 def execute(
@@ -123,7 +127,6 @@ def execute(
   layout: Sequence[layout_lib.ChunkPiece],
   values: Sequence[Sequence[tf.Tensor]],
   devices: Sequence[str],
-  divide_by: int = 1,
 ) -> list[list[tf.Tensor]]:
   """Runs `schedule` over `values` and returns every rank's results.
 
@@ -134,7 +137,6 @@ def execute(
     values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
       agree between ranks.
     devices: the device of each rank, on which its additions run.
-    divide_by: divides the sums; 16-bit floats before, so that they cannot overflow.
 
   Returns:
     `results[rank][i]`: the reduced tensor `i` on that rank's device. Bit-equal
@@ -143,12 +145,7 @@ def execute(
   chunks = [
     [p for p in layout if p.chunk == c] for c in range(schedule.num_chunks)
   ]
-  state = []
-  for rank, device in enumerate(devices):
-    with tf.device(device):
-      tensors = divide_some(values[rank], divide_by, halves=True)
-      state.append(_cut(tensors, layout))
-
+  state = on_each(devices, lambda tensors: _cut(tensors, layout), values)
   for arrivals in schedule.arrivals():
     received = {}
     for (dst, chunk), sources in arrivals.items():
@@ -161,12 +158,7 @@ def execute(
     for (dst, p), total in received.items():
       state[dst][p] = total
 
-  results = []
-  for rank, device in enumerate(devices):
-    with tf.device(device):
-      sums = _join(state[rank], values[rank])
-      results.append(divide_some(sums, divide_by, halves=False))
-  return results
+  return on_each(devices, _join, state, values)
 
 
 def _cut(tensors, layout):

@@ -160,15 +160,16 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
 
   def _sum_dense(self, values, count, names):
     """Returns, by local device, each value's sum over all replicas, over `count`."""
-    base.check_tensors(values)
-    rows = zip(*(v.values for v in values), strict=True)
-    columns = []
-    for device, column in zip(self._devices, rows, strict=True):
-      with tf.device(device):
-        columns.append(executor.divide_some(column, count, halves=True))
-    columns = self.all_reduce(columns, 'reduce', names)
-    rows = zip(*columns, strict=True)
-    return [executor.divide_some(row, count, halves=False) for row in rows]
+    rows = [v.values for v in values]
+    base.check_tensors(rows)
+    rows = [
+      base.divided(row, self._devices, count, is_before=True) for row in rows
+    ]
+    columns = self.all_reduce(list(zip(*rows, strict=True)), 'reduce', names)
+    return [
+      base.divided(row, self._devices, count, is_before=False)
+      for row in zip(*columns, strict=True)
+    ]
 
   def _gather_slices(self, slices, count):
     """Concatenates `tf.IndexedSlices` of all replicas of all workers, over `count`."""

@@ -84,7 +84,7 @@ class PermutingAllReduce:
       self._schedule.num_chunks,
     )
     count, size = world_size if is_mean else 1, buffer.shape[0]
-    [buffer] = executor.divide_some([buffer], count, halves=True)
+    buffer = executor.divide_beside_sum(buffer, count, is_before=True)
     # Rows of equal length, because all ranks run the same ops.
     length = -(-size // num_chunks)
     padded = tf.pad(buffer, [[0, length * num_chunks - size]])
@@ -92,7 +92,7 @@ class PermutingAllReduce:
     with tf.name_scope(f'{self._schedule.name}_all_reduce'):
       rows = self._permute_and_add(rows)
     total = tf.reshape(rows, [-1])[:size]
-    return executor.divide_some([total], count, halves=False)[0]
+    return executor.divide_beside_sum(total, count, is_before=False)
 
   def _permute_and_add(self, state):
     if state.shape.num_elements() == 0:
