@@ -1,6 +1,6 @@
 """Describes an all-reduce by integers: transfers and rounds.
 
-An algorithm is a function that returns a `Schedule`. The executors and the cost
+An algorithm is a function that makes a `Schedule`. The executors and the cost
 model take any Schedule, so that an algorithm cannot be right in one place and wrong
 in another.
 """
@@ -8,7 +8,7 @@ in another.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tf_strategies import errors
 
@@ -32,6 +32,10 @@ class Transfer:
   dst: int
   chunk: int
   reduce: bool
+
+
+Transfers = Iterator[Transfer]
+"""What an algorithm yields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,5 +195,29 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
   return (size + 1,) * larger + (size,) * (num_chunks - larger)
 
 
-algorithm = functools.lru_cache(maxsize=32)
-"""Decorates an algorithm: keeps its newest schedules."""
+def algorithm(
+  transfers_of: Callable[..., Transfers],
+) -> Callable[..., Schedule]:
+  """Decorates `name_all_reduce`: makes schedules of the transfers that it yields.
+
+  Its first argument is the number of ranks. The newest schedules are kept.
+
+  Example:
+
+    >>> @algorithm
+    ... def swap_all_reduce(world_size):
+    ...   yield Transfer(0, src=0, dst=1, chunk=0, reduce=True)
+    ...   yield Transfer(0, src=1, dst=0, chunk=0, reduce=True)
+    >>> swap_all_reduce(2).name
+    'swap'
+  """
+
+  @functools.lru_cache(maxsize=32)
+  @functools.wraps(transfers_of)
+  def make(world_size, *args, **kwargs):
+    transfers = tuple(transfers_of(world_size, *args, **kwargs))
+    num_chunks = 1 + max((t.chunk for t in transfers), default=0)
+    name = transfers_of.__name__.removesuffix('_all_reduce')
+    return Schedule(name, world_size, num_chunks, transfers)
+
+  return make

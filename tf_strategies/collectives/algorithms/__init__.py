@@ -1,9 +1,9 @@
 """All-reduce algorithms by name, one file each.
 
 Every module here is an algorithm: `name.py` defines `name_all_reduce`, a
-function of the world size that returns a `Schedule`. A new file is found by
-itself. It does not change what `cost_model.choose` picks: its candidates are
-listed there.
+function of the world size that makes a `Schedule` of the transfers that it
+yields. A new file is found by itself. It does not change what
+`cost_model.choose` picks: its candidates are listed there.
 
 An algorithm of groups takes their size with its name.
 

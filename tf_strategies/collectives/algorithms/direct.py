@@ -1,10 +1,12 @@
 """Direct all-reduce: two rounds and a ring's bytes, on a full mesh."""
 
+import itertools
+
 from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def direct_all_reduce(world_size: int) -> schedule.Schedule:
+def direct_all_reduce(world_size: int) -> schedule.Transfers:
   """Adds up each chunk on the rank that owns it, which sends the sum to all.
 
   Each rank sends `2 (N - 1) / N * L` bytes of a buffer of L, as in a ring, but
@@ -27,10 +29,6 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
   Returns:
     A schedule of N chunks with 2 N (N - 1) transfers.
   """
-  transfers = []
-  for owner in range(world_size):
-    for rank in range(world_size):
-      if rank != owner:
-        transfers.append(schedule.Transfer(0, rank, owner, owner, True))
-        transfers.append(schedule.Transfer(1, owner, rank, owner, False))
-  return schedule.Schedule('direct', world_size, world_size, tuple(transfers))
+  for owner, rank in itertools.permutations(range(world_size), 2):
+    yield schedule.Transfer(0, rank, owner, owner, True)
+    yield schedule.Transfer(1, owner, rank, owner, False)

@@ -4,7 +4,7 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
+def halving_doubling_all_reduce(world_size: int) -> schedule.Transfers:
   """Halves vectors recursively while it doubles distances, and goes back.
 
   With N = 2^k ranks, step s exchanges half of the remaining part with the rank at
@@ -43,12 +43,11 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   first = 1 if folded else 0
   last = first + 2 * steps  # The round after the all-gather.
 
-  transfers = []
   for pair in range(folded):
     even, odd = 2 * pair, 2 * pair + 1
     for chunk in range(num_chunks):
-      transfers.append(schedule.Transfer(0, even, odd, chunk, True))
-      transfers.append(schedule.Transfer(last, odd, even, chunk, False))
+      yield schedule.Transfer(0, even, odd, chunk, True)
+      yield schedule.Transfer(last, odd, even, chunk, False)
   for position, rank in enumerate(ranks):
     low, high = 0, num_chunks  # The chunks that this position still sums.
     for step in range(steps):
@@ -59,12 +58,7 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
       keep, give = (upper, lower) if position >> step & 1 else (lower, upper)
       low, high = keep.start, keep.stop
       up, down = first + step, last - 1 - step
-      transfers += (
-        schedule.Transfer(up, rank, partner, chunk, True) for chunk in give
-      )
-      transfers += (
-        schedule.Transfer(down, rank, partner, chunk, False) for chunk in keep
-      )
-  return schedule.Schedule(
-    'halving_doubling', world_size, num_chunks, tuple(transfers)
-  )
+      for chunk in give:
+        yield schedule.Transfer(up, rank, partner, chunk, True)
+      for chunk in keep:
+        yield schedule.Transfer(down, rank, partner, chunk, False)

@@ -10,7 +10,7 @@ from tf_strategies.collectives.algorithms import ring
 @schedule.algorithm
 def hierarchical_all_reduce(
   world_size: int, group_size: int | None = None
-) -> schedule.Schedule:
+) -> schedule.Transfers:
   """Rings inside groups of ranks, and rings across the groups.
 
   With groups of g consecutive ranks (the devices of a host) and G = N / g
@@ -58,19 +58,15 @@ def hierarchical_all_reduce(
   ]
   across = group_size - 1  # The round in which the rings across groups start.
   gather = across + 2 * (num_groups - 1)
-  transfers: list[schedule.Transfer] = []
   for group in range(num_groups):
     members = range(group * group_size, (group + 1) * group_size)
-    transfers += ring.ring_half(members, blocks, 0, True)
-    transfers += ring.ring_half(members, blocks, gather, False)
+    yield from ring.ring_half(members, blocks, 0, True)
+    yield from ring.ring_half(members, blocks, gather, False)
   for place in range(group_size):
     peers = range(place, world_size, group_size)
     chunks = [(chunk,) for chunk in blocks[(place + 1) % group_size]]
-    transfers += ring.ring_half(peers, chunks, across, True)
-    transfers += ring.ring_half(peers, chunks, across + num_groups - 1, False)
-  return schedule.Schedule(
-    'hierarchical', world_size, world_size, tuple(transfers)
-  )
+    yield from ring.ring_half(peers, chunks, across, True)
+    yield from ring.ring_half(peers, chunks, across + num_groups - 1, False)
 
 
 def default_group_size(world_size: int) -> int:

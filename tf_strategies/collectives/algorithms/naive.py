@@ -4,7 +4,7 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def naive_all_reduce(world_size: int) -> schedule.Schedule:
+def naive_all_reduce(world_size: int) -> schedule.Transfers:
   """Sends all buffers to rank 0, which sends the sum to all.
 
   It takes two rounds, but rank 0 receives and sends (N - 1) L bytes of a buffer of L,
@@ -21,7 +21,6 @@ def naive_all_reduce(world_size: int) -> schedule.Schedule:
   Returns:
     A schedule of one chunk with 2 (N - 1) transfers in two rounds.
   """
-  others = range(1, world_size)
-  gather = [schedule.Transfer(0, rank, 0, 0, True) for rank in others]
-  broadcast = [schedule.Transfer(1, 0, rank, 0, False) for rank in others]
-  return schedule.Schedule('naive', world_size, 1, (*gather, *broadcast))
+  for rank in range(1, world_size):
+    yield schedule.Transfer(0, rank, 0, 0, True)
+    yield schedule.Transfer(1, 0, rank, 0, False)

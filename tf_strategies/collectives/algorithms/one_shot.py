@@ -1,10 +1,12 @@
 """One-shot all-reduce: everything to everyone at once, for small buffers."""
 
+import itertools
+
 from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
+def one_shot_all_reduce(world_size: int) -> schedule.Transfers:
   """Sends the whole buffer of every rank to all others, which add it.
 
   A single round, the least latency there can be, but each rank sends
@@ -23,15 +25,5 @@ def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
   Returns:
     A schedule of one chunk with N (N - 1) transfers.
   """
-  ranks = range(world_size)
-  return schedule.Schedule(
-    'one_shot',
-    world_size,
-    1,
-    tuple(
-      schedule.Transfer(0, src, dst, 0, True)
-      for src in ranks
-      for dst in ranks
-      if src != dst
-    ),
-  )
+  for src, dst in itertools.permutations(range(world_size), 2):
+    yield schedule.Transfer(0, src, dst, 0, True)

@@ -1,12 +1,12 @@
 """Ring all-reduce: the least possible bytes on each link, neighbours only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def ring_all_reduce(world_size: int) -> schedule.Schedule:
+def ring_all_reduce(world_size: int) -> schedule.Transfers:
   """Reduce-scatters around a ring, then all-gathers around the same ring.
 
   Each rank only ever sends to the next one. With N ranks and a buffer of L
@@ -33,11 +33,8 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
   """
   ranks = range(world_size)
   chunks = [(chunk,) for chunk in ranks]
-  halves = (
-    *ring_half(ranks, chunks, first_round=0, reduce=True),
-    *ring_half(ranks, chunks, first_round=world_size - 1, reduce=False),
-  )
-  return schedule.Schedule('ring', world_size, world_size, halves)
+  yield from ring_half(ranks, chunks, first_round=0, reduce=True)
+  yield from ring_half(ranks, chunks, first_round=world_size - 1, reduce=False)
 
 
 def ring_half(
@@ -45,7 +42,7 @@ def ring_half(
   blocks: Sequence[Sequence[int]],
   first_round: int,
   reduce: bool,
-) -> Iterator[schedule.Transfer]:
+) -> schedule.Transfers:
   """Yields a reduce-scatter or an all-gather, over `len(ranks) - 1` rounds.
 
   Example:

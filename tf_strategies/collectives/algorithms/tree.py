@@ -4,7 +4,7 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def tree_all_reduce(world_size: int) -> schedule.Schedule:
+def tree_all_reduce(world_size: int) -> schedule.Transfers:
   """Reduces along a binomial tree to rank 0, and broadcasts back along it.
 
   Takes 2 ceil(log2 N) rounds, each of which moves the whole buffer: good while
@@ -26,13 +26,11 @@ def tree_all_reduce(world_size: int) -> schedule.Schedule:
     A schedule of one chunk with 2 (N - 1) transfers.
   """
   depth = (world_size - 1).bit_length()
-  transfers = []
   for level in range(depth):
     distance = 1 << level
     for parent in range(0, world_size - distance, 2 * distance):
       child = parent + distance
       # The broadcast is the mirror image in time of the reduction.
       up, down = level, 2 * depth - 1 - level
-      transfers.append(schedule.Transfer(up, child, parent, 0, True))
-      transfers.append(schedule.Transfer(down, parent, child, 0, False))
-  return schedule.Schedule('tree', world_size, 1, tuple(transfers))
+      yield schedule.Transfer(up, child, parent, 0, True)
+      yield schedule.Transfer(down, parent, child, 0, False)
