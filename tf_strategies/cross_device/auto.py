@@ -1,6 +1,6 @@
 """`AutoAllReduce` chooses the algorithm by kind of device and size."""
 
-import functools
+import itertools
 
 import tensorflow as tf
 
@@ -82,10 +82,9 @@ class AutoAllReduce(base.ScheduledAllReduce):
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
     for tensors in values:
       # Replicas may know different shapes, but must pack the same tensors.
-      known = [t.shape for t in tensors]
-      for tensor in tensors:
+      for tensor, other in itertools.permutations(tensors, 2):
         if not tensor.shape.is_fully_defined():
-          tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
+          tensor.set_shape(other.shape)
     packed = executor.on_each(
       devices,
       lambda *tensors: packing.pack(tensors, bucket_bytes, alone_bytes),

@@ -19,11 +19,6 @@ from tf_strategies.collectives import schedule as schedule_lib
 _HALVES = (tf.float16, tf.bfloat16)
 
 
-def is_half(dtype: tf.DType) -> bool:
-  """Returns whether sums of `dtype` are accumulated in float32."""
-  return dtype in _HALVES
-
-
 def share_memory(devices: Sequence[str]) -> bool:
   """Returns whether copies between devices cost nothing, because all are CPUs.
 
@@ -63,8 +58,7 @@ def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
 
 
 def add(
-  tensors: Sequence[tf.Tensor],
-  away: Sequence[str] | None = None,
+  tensors: Sequence[tf.Tensor], away: Sequence[str] | None = None
 ) -> tf.Tensor:
   """Returns the sum of tensors of one dtype, 16-bit floats through float32.
 
@@ -89,12 +83,12 @@ def add(
 
 
 def _widen(tensor):
-  return tf.cast(tensor, tf.float32) if is_half(tensor.dtype) else tensor
+  return tf.cast(tensor, tf.float32) if tensor.dtype in _HALVES else tensor
 
 
 def _via(device, tensor):
   """Returns `tensor`, widened for a sum, from `device`."""
-  if tensor.device == device and not is_half(tensor.dtype):
+  if tensor.device == device and tensor.dtype not in _HALVES:
     return tensor
   with tf.device(device):
     wide = _widen(tensor)
@@ -117,7 +111,7 @@ def divide_beside_sum(
   Before a sum is the time for 16-bit floats, because their sum may overflow although
   the mean does not. After it is the time for all others.
   """
-  if count > 1 and is_half(tensor.dtype) == is_before:
+  if count > 1 and (tensor.dtype in _HALVES) == is_before:
     return divide(tensor, count)
   return tensor
 
