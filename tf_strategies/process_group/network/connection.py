@@ -210,8 +210,7 @@ async def _dial(address, places, client, server, options) -> Connection:
 
 
 async def _connect(places: names.Places) -> Connection:
-  problem: OSError = OSError('the name has no address')
-  for place in places:
+  for place in places:  # At least one.
     try:
       return Connection(await sockets.connect(place))
     except OSError as e:

@@ -38,10 +38,8 @@ def keep(make: Callable[[], socket.socket]) -> socket.socket:
       sock = make()
       _ours.add(sock)
   except OSError as e:
-    shortage = _shortage(e)
-    if shortage is None:
-      raise
-    raise shortage from e
+    _check_for_shortage(e)
+    raise
   return sock
 
 
@@ -94,7 +92,6 @@ def allow(descriptors: int) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
   """Returns a non-blocking listener at the first free address of a name."""
-  problem = OSError('the name has no address')
   for family, where in names.resolve_now(host, port):
     listener = _new(_Listener, family)
     try:
@@ -120,25 +117,26 @@ def listens(host: str, port: int) -> bool:
   return any(where[:2] in taken for _, where in names.resolve_now(host, port))
 
 
-def _shortage(error: OSError) -> errors.ResourceLimitError | None:
+def _check_for_shortage(error: OSError) -> None:
+  """Raises ResourceLimitError if no file descriptor is left."""
   if error.errno == errno.ENFILE:
-    return errors.ResourceLimitError(
+    raise errors.ResourceLimitError(
       'Expected a file descriptor for each peer, got none on this host. Fix: '
       'end what holds so many, or raise fs.file-max.'
-    )
+    ) from error
   if error.errno != errno.EMFILE:
-    return None
+    return
   limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   try:
     used = str(len(os.listdir('/proc/self/fd')))
   except OSError:
     used = 'all'  # Listing them takes one too.
-  return errors.ResourceLimitError(
+  raise errors.ResourceLimitError(
     f'Expected a file descriptor for each peer, got none: {used} of {limit} '
     f'of this process (pid {os.getpid()}) are in use. Fix: raise the limit '
     f'with `ulimit -n` before it starts (up to {most} here), or close what it '
     'holds open.'
-  )
+  ) from error
 
 
 def _close_in_child() -> None:
