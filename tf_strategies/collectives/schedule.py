@@ -85,7 +85,7 @@ class Schedule:
   def reduce_scatter(self) -> 'Schedule':
     """Returns the half of this all-reduce after which rank r has the sum of chunk r.
 
-    Only the transfers that lead to these sums stay, with chunks renumbered.
+    The additions stay, with chunks renumbered. Copies must come after all of them.
 
     Example:
 
@@ -101,30 +101,20 @@ class Schedule:
       ScheduleError: the ranks do not own one chunk each.
     """
     owners = self.owners()
-    if sorted(owners) != list(range(self.world_size)):
+    half = tuple(t for t in self.transfers if t.reduce)
+    are_first = half == self.transfers[: len(half)]
+    if not are_first or sorted(owners) != list(range(self.world_size)):
       raise errors.ScheduleError(
         'Expected one chunk for each rank, as in the ring, got '
         f'{self.num_chunks} chunks of schedule {self.name!r} that ranks '
         f'{list(owners)} of {self.world_size} complete. Fix: use a schedule that '
         'has a reduce-scatter half.'
       )
-    needed = {(owner, chunk) for chunk, owner in enumerate(owners)}
-    kept: list[list[Transfer]] = []
-    for arrivals in reversed(self.arrivals()):
-      transfers = [t for p in needed & arrivals.keys() for t in arrivals[p]]
-      needed -= {(t.dst, t.chunk) for t in transfers if not t.reduce}
-      needed |= {(t.src, t.chunk) for t in transfers}
-      if transfers:
-        kept.append(transfers)
     return Schedule(
       f'{self.name}_reduce_scatter',
       self.world_size,
       self.num_chunks,
-      tuple(
-        dataclasses.replace(t, round=index, chunk=owners[t.chunk])
-        for index, transfers in enumerate(reversed(kept))
-        for t in transfers
-      ),
+      tuple(dataclasses.replace(t, chunk=owners[t.chunk]) for t in half),
     )
 
   def arrivals(self) -> list[dict[tuple[int, int], list[Transfer]]]:
