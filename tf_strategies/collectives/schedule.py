@@ -98,7 +98,7 @@ class Schedule:
       A schedule that is no all-reduce. O(T) for T transfers.
 
     Raises:
-      ScheduleError: the ranks do not own one chunk each.
+      ScheduleError: the ranks do not own one chunk each, or a copy comes first.
     """
     owners = self.owners()
     half = tuple(t for t in self.transfers if t.reduce)

@@ -40,7 +40,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
     cost model.
     """
     world_size = len(devices)
-    if world_size == 1 or executor.share_memory(devices):
+    if executor.share_memory(devices):
       return algorithms.build('direct', world_size)
     link = links.name_of(devices)
     if link == 'one_gpu':
@@ -76,7 +76,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   def _reduce_by_schedule(self, values, devices):
     """Adds up values. Between parts of one GPU, it packs small ones."""
-    if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
+    if links.name_of(devices) != 'one_gpu':
       return self._reduce_everywhere(values, devices)
     base.check_tensors(values)
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))

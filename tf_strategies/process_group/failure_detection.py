@@ -45,8 +45,11 @@ class HeartbeatMonitor:
       # in the buffers, so all of them get another chance.
       self._heard = dict.fromkeys(self._heard, now)
     self._checked = now
-    silent = {rank: now - heard for rank, heard in self._heard.items()}
-    return {rank: s for rank, s in silent.items() if s > self._timeout}
+    return {
+      rank: now - heard
+      for rank, heard in self._heard.items()
+      if now - heard > self._timeout
+    }
 
   def own_pause(self, now: float) -> float:
     """Returns how long this process itself stood still, if others just lost it.
