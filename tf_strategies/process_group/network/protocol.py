@@ -8,7 +8,7 @@ import json
 import struct
 from typing import Any
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_PAYLOAD_BYTES = 1 << 20
 
