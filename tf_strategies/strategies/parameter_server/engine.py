@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from tf_strategies.strategies.parameter_server import (
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Step:
   """A step that workers run: takes a batch in replica context; only traced."""
 
@@ -42,6 +41,16 @@ class Step:
   # Results of the step, computed from variables alone. None if only the step
   # can compute them.
   results: Callable[[], Any] | None = None
+  # By the structure of a batch: how to combine the results of workers, or why they
+  # cannot share its rows; and whether the user knows why.
+  powers: dict[str, traced_step.Powers | str] = dataclasses.field(
+    default_factory=dict
+  )
+  has_warned: bool = False
+  # What the newest one that is done has returned, and how often variables had been
+  # written by then.
+  newest: list[np.ndarray] | None = None
+  reported_at: int = -1
 
 
 # What a step is done on: a batch, or the next element of what workers read.
@@ -169,80 +178,16 @@ class Update:
     return worker not in begun or were_lost
 
 
-class Reports:
-  """What the newest steps that are done have returned."""
-
-  def __init__(self, pool: worker_pool.WorkerPool, with_recovery: Callable):
-    self._pool = pool
-    self._with_recovery = with_recovery
-    # By step, its results. Current are those of steps that were done since the
-    # coordinator last wrote a variable.
-    self._newest: dict[Step, list[np.ndarray]] = {}
-    self._current: set[Step] = set()
-
-  def add(self, update: Update) -> None:
-    """Called under the pool's lock: an update is done."""
-    if update.outputs is not None:
-      self._newest[update.step] = tf.nest.flatten(update.outputs)
-      self._current.add(update.step)
-
-  def forget(self, keeps_numbers: bool = False) -> None:
-    """Notes that variables change, or that servers were restored.
-
-    The results of a custom step do not change with variables. They are kept, since
-    Keras reads the logs of an epoch after it has evaluated.
-    """
-    with self._pool.lock:
-      self._current.clear()
-      for step in [s for s in self._newest if s.results is not None]:
-        if not keeps_numbers:
-          del self._newest[step]
-
-  def of(self, update: Update) -> Any:
-    """Returns the results of a step as `LatestNumber`s; waits for other tensors.
-
-    It also waits for arrays of a custom step: Keras stores them in its history, where
-    they must not change.
-    """
-    specs = update.specs
-    is_custom = update.step.results is None
-    if not specs.are_numbers or (
-      is_custom and any(s.shape.num_elements() != 1 for s in specs.specs)
-    ):
-      return update.result()
-    return tf.nest.pack_sequence_as(
-      specs.structure,
-      [
-        LatestNumber(self, update.step, i, tuple(spec.shape))
-        for i, spec in enumerate(specs.specs)
-      ],
-    )
-
-  def newest(self, step: Step) -> list[np.ndarray] | None:
-    """Returns the results of the newest task that is done.
-
-    Waits for one if none is done since the coordinator last wrote a variable,
-    which is how Keras begins an epoch.
-    """
-    if step not in self._current:
-      self._with_recovery(
-        lambda: self._pool.wait(
-          lambda: step in self._current or not self._pool.is_busy()
-        )
-      )
-    return self._newest.get(step)
-
-
 class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
   """A number, or an array, of the newest step that is done, read when used."""
 
-  def __init__(self, reports: Reports, step: Step, index: int, shape):
-    self._reports, self._step = reports, step
+  def __init__(self, engine: Engine, step: Step, index: int, shape):
+    self._engine, self._step = engine, step
     self._index, self._shape = index, shape  # Among the results of the step.
 
   def numpy(self) -> np.ndarray:
     """Returns the newest value as a NumPy array."""
-    newest = self._reports.newest(self._step)
+    newest = self._engine.newest(self._step)
     if newest is None:
       return np.full(self._shape, math.nan)
     return newest[self._index]
@@ -293,21 +238,16 @@ class Engine:
     in_replica: Callable[..., Any],
     options: options_lib.ParameterServerOptions,
   ):
-    self.reports = Reports(pool, recovery.with_recovery)
     self.pool, self._in_replica = pool, in_replica
+    self._with_recovery = recovery.with_recovery
     self.options = options
+    self._writes = 0  # How often the coordinator has written variables.
     self.steps_done = 0
     self._staleness = collections.Counter()
     self._dropped = 0
     self._clocks = collections.Counter()  # Steps of each worker.
     self._functions: dict[Any, Any] = {}  # Traced functions.
     self._free_slots = collections.defaultdict(list)  # By `SlotLayout.key`.
-    # By step and layout: how to combine the results of workers, or why they cannot
-    # share the rows of a batch.
-    self._sharing: weakref.WeakKeyDictionary[
-      Step, dict[Any, traced_step.Powers | str]
-    ] = weakref.WeakKeyDictionary()
-    self._warned: weakref.WeakSet[Step] = weakref.WeakSet()
     recovery.on_restored = self.forget
 
   @property
@@ -324,11 +264,11 @@ class Engine:
     is_alone = step.trains or step.results is None
     if not (self._is_sync and (is_read or is_alone)):
       data = splits.Read(self.pool, work) if is_read else work
-      return self.reports.of(self.submit(step, [data]))
+      return self._report_of(self.submit(step, [data]))
     updates = self.run_round(step, work, one_by_one=is_alone)
     if not updates:
       return None
-    return updates[-1].outputs if is_alone else self.reports.of(updates[-1])
+    return updates[-1].outputs if is_alone else self._report_of(updates[-1])
 
   def submit(self, step: Step, data: Sequence[Any]) -> Update:
     """Begins an update by a step, of which each of the `data` is a share."""
@@ -376,8 +316,49 @@ class Engine:
     """Servers were restored: variables have new handles, workers lost splits."""
     self._functions.clear()
     self._free_slots.clear()
-    self.reports.forget(keeps_numbers=True)
+    self.note_write()
     self.pool.lives.update(self.pool.workers)
+
+  def note_write(self) -> None:
+    """Notes that what steps have reported is not of the present variables."""
+    with self.pool.lock:
+      self._writes += 1
+
+  def newest(self, step: Step) -> list[np.ndarray] | None:
+    """Returns the results of the newest task that is done.
+
+    Waits for one if none is done since the coordinator last wrote a variable,
+    which is how Keras begins an epoch.
+    """
+
+    def is_current():
+      return step.reported_at == self._writes
+
+    if not is_current():
+      self._with_recovery(
+        lambda: self.pool.wait(lambda: is_current() or not self.pool.is_busy())
+      )
+    return step.newest
+
+  def _report_of(self, update: Update) -> Any:
+    """Returns the results of a step as `LatestNumber`s; waits for other tensors.
+
+    It also waits for arrays of a custom step: Keras stores them in its history, where
+    they must not change.
+    """
+    specs = update.specs
+    is_custom = update.step.results is None
+    if not specs.are_numbers or (
+      is_custom and any(s.shape.num_elements() != 1 for s in specs.specs)
+    ):
+      return update.result()
+    return tf.nest.pack_sequence_as(
+      specs.structure,
+      [
+        LatestNumber(self, update.step, i, tuple(spec.shape))
+        for i, spec in enumerate(specs.specs)
+      ],
+    )
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""
@@ -447,7 +428,9 @@ class Engine:
       self._staleness[self.steps_done - began_at] += 1
       self.steps_done += 1
       self._dropped += update.dropped
-    self.reports.add(update)
+    if update.outputs is not None:
+      update.step.newest = tf.nest.flatten(update.outputs)
+      update.step.reported_at = self._writes
 
   def _powers_for(self, step: Step, work: Work) -> traced_step.Powers | None:
     """Returns how workers share the rows of a step; None if one computes them.
@@ -474,8 +457,8 @@ class Engine:
     return None
 
   def _warn_of_whole(self, step, reason) -> None:
-    if step not in self._warned and len(self.pool.workers) > 1:
-      self._warned.add(step)
+    if not step.has_warned and len(self.pool.workers) > 1:
+      step.has_warned = True
       logging.warning(
         "mode='sync' computes each whole batch of a step on one worker. Workers that "
         'share its rows would not compute what one device computes. The cause: %s.',
@@ -486,19 +469,18 @@ class Engine:
     """Returns how to combine what workers compute from their rows, or why not to."""
     if not (self._is_sync and step.trains):
       return 'a step that does not train together'
-    known = self._sharing.setdefault(step, {})
     structure = tf.nest.map_structure(_tf_internal.with_any_rows, structure)
     key = repr(structure)
-    if key not in known:
+    if key not in step.powers:
       # The results of metrics are computed later, from sums.
       exempt = tuple if step.results is None else step.counters
       try:
-        known[key] = traced_step.powers_of_rows(
+        step.powers[key] = traced_step.powers_of_rows(
           step.run, step.optimizers, structure, exempt
         )
       except plan.NeedsExchangeError as error:
-        known[key] = str(error)
-    return known[key]
+        step.powers[key] = str(error)
+    return step.powers[key]
 
   def function(
     self, step: Step, layout: batch_message.BatchLayout

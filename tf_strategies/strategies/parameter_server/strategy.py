@@ -328,7 +328,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       variable_partitioner,
       registry,
       self._drained,
-      self.engine.reports.forget,
+      self.engine.note_write,
       make_step_function=functools.partial(StepFunction, self),
     )
     tf.distribute.Strategy.__init__(self, implementation)
