@@ -38,8 +38,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     self.assertEqual(
       {id(v) for v in step.traced.copied}, {id(kernel), id(bias)}
     )
-    # pylint: disable=protected-access
-    inner = step.traced._function.graph.get_operations()
+    inner = step.traced.function.graph.get_operations()
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
     # Each server gets the gradients of its rows, their indices, and small tensors as
@@ -54,6 +53,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     )
     # All copies from the first server come in one message.
     server = local_servers.device(0)
+    # pylint: disable-next=protected-access
     operations = step.worker._function.graph.get_operations()
     read = {
       tensor.name

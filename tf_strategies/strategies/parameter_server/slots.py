@@ -50,7 +50,6 @@ class SlotLayout:
     self.parts += [
       (part.server, tf.TensorSpec(part.shape, part.dtype))
       for write in traced.writes
-      for _ in range(write.num_tensors)
       for part in write.variable.parts
     ]
     # By server: numbers of its parts, and how they travel, with the number of rows.
@@ -158,7 +157,8 @@ class WorkerFunction:
     batch = self._batch.read(argument)
     copies = self._copies()
     # Rows of tables are read after the variables, as one device would in a step.
-    outputs, gradients, added = self.traced.call(
+    outputs, gradients, added = _tf_internal.call_with(
+      self.traced.function,
       batch_message.components(batch),
       {key: handle for key, (handle, _) in copies.items()},
     )
@@ -206,7 +206,7 @@ class WorkerFunction:
     for write in self.traced.writes:
       variable = write.variable
       if write.added is not None:
-        wholes = [added[i] for i in write.added]
+        whole = tf.add_n([added[i] for i in write.added])
       else:
         handle, before = copies[id(variable.stand_in.handle)]
         whole = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
@@ -214,10 +214,8 @@ class WorkerFunction:
           # An infinite value that stays has no difference.
           is_equal = tf.equal(whole, before)
           whole = tf.where(is_equal, tf.zeros_like(whole), whole - before)
-        wholes = [whole]
-      for whole in wholes:
-        whole.set_shape(variable.shape)
-        found += variable.split(whole)
+      whole.set_shape(variable.shape)
+      found += variable.split(whole)
     return found
 
 
@@ -277,15 +275,13 @@ class ApplyFunction:
   def _apply(self, parts):
     traced, powers = self._worker.traced, self._worker.powers
     of_gradients = iter(powers.gradients if powers else ())
-    for (optimizer, gradients, targets, _), written in zip(
-      traced.calls, traced.written_before(), strict=True
-    ):
+    for optimizer, gradients, targets, begin in traced.calls:
       combined = []
       for gradient in gradients:
-        power = next(of_gradients, 0)
         if gradient is None:
           combined.append(None)
           continue
+        power = next(of_gradients, 0)
         variable = gradient.variable
         combined.append(
           variable.join(
@@ -293,10 +289,12 @@ class ApplyFunction:
           )
         )
       self._in_replica(optimizer.apply, combined, targets)
-      _check_reads(optimizer, written)
+      _check_reads(
+        optimizer, [w.variable for w in traced.writes if w.begin < begin]
+      )
     for write in traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0
-      for part in write.variable.parts * write.num_tensors:
+      for part in write.variable.parts:
         with tf.device(part.device):
           value = _combined(*next(parts), power)
           assign = part.assign_add if write.adds else part.assign

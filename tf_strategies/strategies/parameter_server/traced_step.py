@@ -151,17 +151,14 @@ class Write:
     added: numbers of the tensors that it adds, among all that the step adds. None
       unless that is all. The worker then sends the variable's value, or, if it `adds`,
       how much it has grown.
+    begin: number of the first operation that may write it.
   """
 
   variable: Any
   adds: bool
   is_plain: bool
   added: list[int] | None
-
-  @property
-  def num_tensors(self) -> int:
-    """Returns how many tensors of the variable's shape describe the write."""
-    return 1 if self.added is None else len(self.added)
+  begin: int
 
 
 class TracedStep:
@@ -174,6 +171,8 @@ class TracedStep:
     **options: of the `Trace`.
 
   Attributes:
+    function: a function of the components of a batch, which returns the results, the
+      tensors of the gradients, and those that it adds to variables.
     outputs: what the step returns.
     calls: of `apply`: (optimizer, gradients, variables, number of the first operation
       after it); a gradient may be None.
@@ -211,9 +210,9 @@ class TracedStep:
       noted = [o for o in noted if o not in late]
       wholes |= written
     self._are_noted = len(noted) == len(optimizers)
-    _check_python(self._function.graph)
+    _check_python(self.function.graph)
     targets = [v for _, _, variables, _ in self.calls for v in variables]
-    _check_variables(self._function.graph, targets)
+    _check_variables(self.function.graph, targets)
 
   def _trace(self, optimizers, **options):
     def trace(*flat):
@@ -246,8 +245,8 @@ class TracedStep:
       return tf.nest.flatten(outputs), tensors, list(map(_added_by, added))
 
     specs = batch_message.BatchLayout(self._structure).specs
-    self._function = concrete(trace, *specs)
-    graph = self._function.graph
+    self.function = concrete(trace, *specs)
+    graph = self.function.graph
     self._batch = graph.inputs[: len(specs)]
     # The handles inside of the step, by the ids of those that it has captured.
     self._inside = {
@@ -292,7 +291,11 @@ class TracedStep:
     added = None
     if adds and is_plain:
       added = [i for i, op in enumerate(self._added) if op in written]
-    return Write(variable, adds, is_plain, added)
+    inside = self._inside[id(variable.stand_in.handle)]
+    begin = min(
+      self._place[op.name] for op in inside.consumers() if op.type not in READS
+    )
+    return Write(variable, adds, is_plain, added, begin)
 
   def _gradients(self, calls, flat, traced):
     """Returns the calls of `apply` with `Gradient`s, and the tensors of all."""
@@ -356,36 +359,6 @@ class TracedStep:
         late.append(optimizer)
     return late
 
-  def written_before(self) -> list[list[Any]]:
-    """Returns, for each call of `apply`, the variables that the step has written then."""
-    written = {id(w.variable) for w in self.writes}
-    return [
-      [
-        variable
-        for key, (variable, _) in self._uses.items()
-        if id(variable) in written
-        and any(
-          op.type not in READS and self._place[op.name] < begin
-          for op in self._inside[key].consumers()
-        )
-      ]
-      for *_, begin in self.calls
-    ]
-
-  def call(
-    self, batch: Sequence[tf.Tensor], handles: dict[int, tf.Tensor]
-  ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-    """Calls the step in a graph, with other handles for some of its variables.
-
-    Args:
-      batch: components of the batch.
-      handles: by the ids of the handles that they replace.
-
-    Returns:
-      The results, the tensors of the gradients, and those that it adds to variables.
-    """
-    return _tf_internal.call_with(self._function, batch, handles)
-
   def reasons(self, exempt: Sequence[Any]) -> Iterator[str]:
     """Yields why workers cannot share the rows of a batch.
 
@@ -409,7 +382,7 @@ class TracedStep:
         yield f'{name!r}, which it writes in a branch or a loop, or row by row'
     if not (self.calls or self.writes):
       yield 'a step that changes nothing'
-    graph = self._function.graph
+    graph = self.function.graph
     skipped = {id(model_state.value_of(each)) for each in exempt}
     for variable, everywhere in self._uses.values():
       uses = [op for op in everywhere if op.graph is graph]
@@ -428,7 +401,7 @@ class TracedStep:
     Raises:
       NeedsExchangeError: workers cannot share the rows. The message says why.
     """
-    graph = self._function.graph
+    graph = self.function.graph
     count = len(self._batch)
     if not all(s.shape.is_fully_defined() for s in self.outputs.specs):
       raise plan.NeedsExchangeError('results that are as long as the batch')
@@ -436,11 +409,10 @@ class TracedStep:
     batch = [t.op.name for t in self._batch]
     results = len(self.outputs.specs)
     returned, tensors = graph.outputs[:results], iter(graph.outputs[results:])
-    groups = []
-    for _, gradients, *_ in self.calls:
-      for gradient in gradients:
-        parts = [next(tensors) for _ in gradient.specs] if gradient else []
-        groups.append(_lookups(parts, batch) if parts else [])
+    groups = [
+      _lookups([next(tensors) for _ in gradient.specs], batch)
+      for gradient in self.gradients
+    ]
     written = [
       (variable, op)
       for variable, uses in self._uses.values()
@@ -463,7 +435,7 @@ class TracedStep:
       of_group = [next(found) for _ in group][: -(-len(group) // 2)]
       if len(set(of_group)) > 1:
         raise plan.NeedsExchangeError('rows of a table are used in two ways')
-      of_gradients.append(of_group[0] if of_group else None)
+      of_gradients.append(of_group[0])
     of_outputs = [next(found) for _ in returned]
     writes: dict[int, int] = {}
     for (variable, _), power in zip(written, found, strict=True):
@@ -478,11 +450,10 @@ class TracedStep:
 class Powers:
   """How to combine what workers compute from their rows: 1: add up; 0: average.
 
-  `gradients` and `outputs` are in their order; None stands for no gradient. `writes`
-  are by the `id` of a variable.
+  `gradients` and `outputs` are in their order. `writes` are by the `id` of a variable.
   """
 
-  gradients: list[int | None]
+  gradients: list[int]
   outputs: list[int]
   writes: dict[int, int]
 
