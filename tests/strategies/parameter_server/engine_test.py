@@ -482,7 +482,7 @@ class ReadTest(tf.test.TestCase):
       workers=(0, 1),
       lost=set(),
       lives=collections.Counter(),
-      lock=threading.Lock(),
+      lock=threading.RLock(),
       _running={},
     )
     self.pool.readers = functools.partial(

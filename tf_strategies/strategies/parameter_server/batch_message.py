@@ -88,8 +88,8 @@ class Batch:
       for s in tf.nest.flatten(self.structure)
       if s is not None
     }
-    hides_rows = hides_rows and len(self._rows) == 1 and None not in self._rows
-    if hides_rows:
+    self._has_rows = len(self._rows) == 1 and None not in self._rows
+    if hides_rows and self._has_rows:
       self.structure = tf.nest.map_structure(
         _tf_internal.with_any_rows, self.structure
       )
@@ -99,7 +99,7 @@ class Batch:
 
     The batch is one of dense tensors. All parts use one traced function.
     """
-    if len(self._rows) != 1 or None in self._rows:
+    if not self._has_rows:
       raise errors.UnsupportedOptionError(
         f'arrays of {sorted(map(str, self._rows))} rows',
         "arrays of equally many rows in a batch with mode='sync'",
@@ -156,32 +156,24 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
 
 def rows_of(batch: Any) -> tf.Tensor:
   """Returns how many rows a batch has, of which all tensors must have as many."""
-  first, *rest = [
-    tf.shape(t, tf.int64)[0] for t in tf.nest.flatten(batch) if t is not None
-  ]
-  checks = [
-    tf.debugging.assert_equal(
-      rows,
-      first,
-      "Expected tensors with as many rows as each other in a batch, in mode='sync'.",
-    )
-    for rows in rest
-  ]
-  with tf.control_dependencies([c for c in checks if c is not None]):
-    return tf.identity(first)
+  rows = tf.stack(
+    [tf.shape(t, tf.int64)[0] for t in tf.nest.flatten(batch) if t is not None]
+  )
+  tf.debugging.assert_equal(
+    rows,
+    rows[0],
+    "Expected tensors with as many rows as each other in a batch, in mode='sync'.",
+  )
+  return rows[0]
 
 
 def _spec_of(tensor: Any) -> tf.TypeSpec | None:
   """Returns the spec of a tensor of a batch, or None for None."""
   if tensor is None:
     return None
-  if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-    return tf.type_spec_from_value(tensor)
-  if tf.is_tensor(tensor):
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
-  array = np.asarray(tensor)
-  is_text = array.dtype.kind in 'OSU'
-  return tf.TensorSpec(array.shape, tf.string if is_text else array.dtype)
+  if not isinstance(tensor, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+    tensor = np.asarray(tensor)
+  return tf.type_spec_from_value(tensor)
 
 
 def _array(tensor) -> np.ndarray:

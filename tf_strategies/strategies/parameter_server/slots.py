@@ -38,6 +38,7 @@ class SlotLayout:
     parts: server and spec of each tensor.
     specs: specs of the messages to each server; empty for a step that changes nothing
       and returns no numbers.
+    handles: specs of the handles of the slots of a task.
   """
 
   def __init__(self, traced: traced_step.TracedStep):
@@ -62,6 +63,8 @@ class SlotLayout:
       specs = [*(self.parts[i][1] for i in there), _ROWS]
       packed = packing.Packing(specs)
       self._sent[server], self.specs[server] = (there, packed), packed.specs
+    count = sum(map(len, self.specs.values()))
+    self.handles = [tf.TensorSpec([], tf.resource)] * count
 
   @functools.cached_property
   def key(self) -> str:
@@ -80,11 +83,6 @@ class SlotLayout:
       [_taken(next(handles), spec) for spec in packed.specs]
     )
     return dict(zip(there, found, strict=True)), rows
-
-  def handle_specs(self, tasks: int) -> list[tf.TensorSpec]:
-    """Returns the specs of the handles of the slots of some tasks."""
-    count = tasks * sum(map(len, self.specs.values()))
-    return [tf.TensorSpec([], tf.resource)] * count
 
 
 def _taken(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
@@ -108,20 +106,19 @@ class Slots:
   """The variables on the servers that one task writes into."""
 
   def __init__(self, specs: dict[int, list[tf.TensorSpec]]):
-    self._variables = []
-    for server, messages in specs.items():
-      # TensorFlow aborts a task that is given the handle of a variable of which one
-      # dimension is unknown; all unknown is fine.
-      self._variables += [
-        variables.zeros_on(
-          server,
-          [0],
-          spec.dtype,
-          shape=tf.TensorShape(None),
-          validate_shape=False,
-        )
-        for spec in messages
-      ]
+    # TensorFlow aborts a task that is given the handle of a variable of which one
+    # dimension is unknown; all unknown is fine.
+    self._variables = [
+      variables.zeros_on(
+        server,
+        [0],
+        spec.dtype,
+        shape=tf.TensorShape(None),
+        validate_shape=False,
+      )
+      for server, messages in specs.items()
+      for spec in messages
+    ]
     self.handles = [v.handle for v in self._variables]
 
 
@@ -142,7 +139,7 @@ class WorkerFunction:
     self._batch = batch
     self.layout = SlotLayout(traced)
     self._function = traced_step.concrete(
-      self._trace, batch.argument, *self.layout.handle_specs(1)
+      self._trace, batch.argument, *self.layout.handles
     )
 
   def __call__(self, worker: int, argument: Any, slots: Slots) -> Any:
@@ -239,7 +236,7 @@ class ApplyFunction:
     self._step, self._worker, self._count = step, function, count
     self._in_replica = in_replica
     self._function = traced_step.concrete(
-      self._trace, *function.layout.handle_specs(count)
+      self._trace, *function.layout.handles * count
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> list[tf.Tensor]:

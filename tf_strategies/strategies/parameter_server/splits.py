@@ -197,14 +197,12 @@ class Read:
 
   def _take(self, worker: int) -> DataSplit | None:
     """Takes the least advanced split that a worker can read."""
-    readable = self._readable(worker)
-    for split in sorted(readable, key=lambda s: (s.done, s.index)):
-      try:
-        self._turn.waiting.remove(split)
-      except KeyError:  # Another worker has come at the same time.
-        continue
+    with self._pool.lock:
+      split = min(
+        self._readable(worker), key=lambda s: (s.done, s.index), default=None
+      )
+      self._turn.waiting.discard(split)
       return split
-    return None
 
   def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
     """Calls `compute` with an iterator; returns False if there is nothing to read.
