@@ -72,9 +72,9 @@ def resolver(
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
   """Describes the cluster to TensorFlow, without the evaluator."""
   jobs = {
-    job: list(cluster.jobs[job])
-    for job in ('chief', 'worker', 'ps')
-    if job in cluster.jobs
+    job: list(addresses)
+    for job, addresses in cluster.jobs.items()
+    if job != 'evaluator'
   }
   return tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(jobs), task_type='chief', task_id=0, rpc_layer='grpc'

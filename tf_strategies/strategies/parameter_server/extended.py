@@ -94,14 +94,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def __init__(
     self,
-    strategy: tf.distribute.Strategy,
-    resolver: tf.distribute.cluster_resolver.ClusterResolver,
-    partitioner: Callable | None,
+    strategy: Any,
     registry: MutableMapping[int, variables.ServerVariable],
-    drained: Callable[[Callable], Any],
-    on_write: Callable[[], None],
     make_step_function: Callable[[Any], Any],
   ):
+    # pylint: disable=protected-access
+    resolver = strategy._cluster_resolver
+    partitioner = strategy.options.variable_partitioner
     with _tf_internal.without_notices():
       super().__init__(strategy, resolver, partitioner)
     # What client libraries read, beside `_num_workers`.
@@ -111,8 +110,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._is_chief, self._id_in_cluster = True, 0
     self.placement = Placement(self._num_ps)
     self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
-    self._drained = drained
-    self._on_write = on_write
+    self._drained = strategy._drained
+    self._on_write = strategy.engine.note_write
     # Makes what Keras calls for the steps of a model.
     self.make_step_function = make_step_function
     self._registry = registry
@@ -240,7 +239,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       fn = row_updates.by_rows(optimizer, fn)
     in_parts = []
     if len(var.parts) > 1:
-      _check_updates_parts(optimizer, var.name)
+      kind = type(optimizer).__name__
+      option_checks.check(
+        kind not in optimizer_wrapper.WHOLE_VARIABLE_OPTIMIZERS,
+        f'{kind} with partitioned variable {var.name!r}',
+        'an optimizer that updates each element by itself, such as Adam or SGD',
+        'use another optimizer, or cut no variable: '
+        'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
+      )
       slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
       in_parts = [s for s in slots.values() if len(s.value.parts) > 1]
     result = None
@@ -253,18 +259,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       ):
         result = fn(part, *of_part, **kwargs)
     return result
-
-
-def _check_updates_parts(optimizer, name: str) -> None:
-  """Raises UnsupportedOptionError for optimizers that need the whole variable `name`."""
-  kind = type(optimizer).__name__
-  option_checks.check(
-    kind not in optimizer_wrapper.WHOLE_VARIABLE_OPTIMIZERS,
-    f'{kind} with partitioned variable {name!r}',
-    'an optimizer that updates each element by itself, such as Adam or SGD',
-    'use another optimizer, or cut no variable: '
-    'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
-  )
 
 
 def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:

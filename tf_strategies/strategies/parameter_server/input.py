@@ -82,12 +82,7 @@ def _read_in_function(what):
 class _Dataset(_tf_internal.DistributedDataset):
   """A distributed data set that is no argument of a function."""
 
-  _element_spec: Any
-
-  @property
-  def element_spec(self) -> Any:
-    """Returns the specs of one batch."""
-    return self._element_spec
+  element_spec: Any = None  # The specs of one batch.
 
   def __tf_tracing_type__(self, context):
     raise _read_in_function('a distributed data set')
@@ -116,8 +111,8 @@ class WorkerDataset(_Dataset):
     with tf.device('/device:CPU:0'):
       parts = [_reachable(self._make(i)) for i in range(num_splits)]
       self._graphs = [_graph_of(_flat(part)) for part in parts]
-    self._element_spec = parts[0].element_spec
-    self.layout = ReadLayout(self._element_spec)
+    self.element_spec = parts[0].element_spec
+    self.layout = ReadLayout(self.element_spec)
     self.sizes = [int(p.cardinality()) for p in parts]
 
   def cardinality(self) -> int:
@@ -296,7 +291,7 @@ class FedDataset(_Dataset):
   ):
     host_input.check_dataset(dataset)
     self.dataset = _reachable(dataset)
-    self._element_spec = dataset.element_spec
+    self.element_spec = dataset.element_spec
     self._take_resumed = take_resumed
 
   def cardinality(self) -> int:

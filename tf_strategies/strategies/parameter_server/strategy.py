@@ -145,43 +145,6 @@ class StepFunction:
     return found
 
 
-class RemoteStep:
-  """A step that workers run; made by `ParameterServerStrategy.step`.
-
-  Example:
-
-    train = strategy.step(train_fn, [optimizer])
-    for batch in dataset:
-      results = train(batch)
-    strategy.join()
-  """
-
-  def __init__(
-    self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
-  ):
-    option_checks.check_step(fn, optimizers)
-    self._strategy = strategy
-    self._step = engine_lib.Step(
-      run=functools.partial(strategy._in_replica, _tf_internal.inlined(fn)),
-      trains=bool(optimizers),
-      optimizers=tuple(optimizers),
-    )
-
-  def __call__(self, batch: Any) -> Any:
-    """Begins a step; waits only while too many are running.
-
-    Args:
-      batch: a structure of arrays or tensors, or what an iterator over
-        `distribute_datasets_from_function` yields.
-
-    Returns:
-      In 'sync', what this step returned; None if no worker had anything left to
-      read. In other modes, what the newest step that is done returned, read when it
-      is used as a float: of this step after `strategy.join()`.
-    """
-    return self._strategy.begin(self._step, input.steps_on([batch]))
-
-
 @option_checks.has_options
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   """Trains on workers that share variables on parameter servers.
@@ -324,11 +287,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     )
     implementation = extended.ParameterServerExtended(
       self,
-      self._cluster_resolver,
-      variable_partitioner,
       registry,
-      self._drained,
-      self.engine.note_write,
       make_step_function=functools.partial(StepFunction, self),
     )
     tf.distribute.Strategy.__init__(self, implementation)
@@ -373,8 +332,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self,
     fn: Callable[[Any], Any],
     optimizers: Sequence[Any] = (),
-  ) -> RemoteStep:
+  ) -> Callable[[Any], Any]:
     """Makes a step of a custom loop run on the workers, in this mode.
+
+    Example:
+
+      train = strategy.step(train_fn, [optimizer])
+      for batch in dataset:
+        results = train(batch)
+      strategy.join()
 
     Args:
       fn: function of a batch in replica context, as with `strategy.run`. It applies
@@ -382,8 +348,26 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       optimizers: the optimizers that it applies; none for a step that evaluates. In
         'sync' the workers share the rows of a batch if the results can be combined
         exactly. Otherwise one worker computes the whole batch, with a warning.
+
+    Returns:
+      A function of a batch: a structure of arrays or tensors, or what an iterator over
+      `distribute_datasets_from_function` yields. It begins a step, and waits only while
+      too many are running. In 'sync' it returns what this step returned; None if no
+      worker had anything left to read. In other modes it returns what the newest step
+      that is done returned, read when it is used as a float: of this step after
+      `strategy.join()`.
     """
-    return RemoteStep(self, fn, optimizers)
+    option_checks.check_step(fn, optimizers)
+    step = engine_lib.Step(
+      run=functools.partial(self._in_replica, _tf_internal.inlined(fn)),
+      trains=bool(optimizers),
+      optimizers=tuple(optimizers),
+    )
+
+    def begin(batch: Any) -> Any:
+      return self.begin(step, input.steps_on([batch]))
+
+    return begin
 
   def join(self) -> None:
     """Waits until all steps that were begun are done.
