@@ -34,7 +34,6 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   RowValues,
   chain,
   in_place_of,
-  replace_update,
   rows_of,
   see_gradients,
   seen_as_part,

@@ -101,11 +101,8 @@ def _operator(name: str):
   return operate
 
 
-_Rows.__neg__ = _operator('__neg__')
-for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
-  for _prefix in ('', 'r'):
-    _operator_name = f'__{_prefix}{_name}__'
-    setattr(_Rows, _operator_name, _operator(_operator_name))
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS:
+  setattr(_Rows, _name, _operator(_name))
 
 
 class Rows(_Rows):
@@ -177,7 +174,7 @@ def slots_of(
     for name, each in vars(optimizer).items()
     if isinstance(each, list)
     and len(each) == count
-    and name not in ('_trainable_variables', '_variables')
+    and name != '_variables'
     and id(each[index]) in own
   }
 
@@ -205,16 +202,15 @@ def in_place_of(
   """Makes an optimizer take rows for a variable, and for its slots, by attribute."""
   rows._unique_id = optimizer._var_key(variable)  # By which it finds its slots.
   index = optimizer._get_variable_index(variable)
-  before = {name: vars(optimizer)[name] for name in slots}
+  attributes = vars(optimizer)  # Keras would track what is set otherwise.
+  before = {name: attributes[name] for name in slots}
   for name, found in slots.items():
     all_slots = before[name]
-    mine = [*all_slots[:index], found, *all_slots[index + 1 :]]
-    object.__setattr__(optimizer, name, mine)
+    attributes[name] = [*all_slots[:index], found, *all_slots[index + 1 :]]
   try:
     yield
   finally:
-    for name, all_slots in before.items():
-      object.__setattr__(optimizer, name, all_slots)
+    attributes.update(before)
 
 
 @contextlib.contextmanager
@@ -230,13 +226,6 @@ def seen_as_rows(
   seen = Rows(variable, rows)
   with in_place_of(variable, updating, seen, slots):
     yield seen
-
-
-def replace_update(
-  of: keras.optimizers.Optimizer, update: Callable[..., None]
-) -> None:
-  """Makes an optimizer call `update(optimizer, gradient, variable, learning_rate)`."""
-  object.__setattr__(of, 'update_step', functools.partial(update, of))
 
 
 # Optimizers that update each element from that element and its state alone.
@@ -332,7 +321,7 @@ def _build_for_tables(build):
       check_row_optimizer(self, variable)
     if represented:
       update = functools.partial(_update_tables_apart, self)
-      object.__setattr__(self, '_backend_update_step', update)
+      vars(self)['_backend_update_step'] = update
 
   return build_for_tables
 
@@ -370,8 +359,8 @@ def see_gradients(apply: Callable[..., None]) -> None:
     if isinstance(optimizer, kind):
       changes.update(build=_build_with_scale, scale_loss=_scale_by_variable)
     for name, change in changes.items():
-      object.__setattr__(optimizer, name, functools.partial(change, optimizer))
-    object.__setattr__(optimizer, '_all_reduce_sum_gradients', list)
+      vars(optimizer)[name] = functools.partial(change, optimizer)
+    vars(optimizer)['_all_reduce_sum_gradients'] = list
 
 
 @tracking.no_automatic_dependency_tracking

@@ -1,10 +1,11 @@
 """`LazyRows`: an optimizer that updates only the rows that a batch looks up."""
 
+import functools
 import operator
 
 import keras
 
-from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import optimizer_wrapper
 from tf_strategies.keras.tables import row_updates
 
@@ -75,7 +76,10 @@ class LazyRows(
         'LazyRows without gradient accumulation',
         'leave one of them out: what Keras accumulates is dense',
       )
-    _keras_internal.replace_update(inner, row_updates.update_lazily)
+    # Keras would track what is set otherwise.
+    vars(inner)['update_step'] = functools.partial(
+      row_updates.update_lazily, inner
+    )
 
   # The wrapper has no variables. A file saved with it loads without it, and the
   # other way round.

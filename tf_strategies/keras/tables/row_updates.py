@@ -59,10 +59,8 @@ def gather(
 ) -> tf.Tensor:
   """Returns the rows of ids [n], each as the part that owns it reads it."""
   divided = divide(owner, len(reads), ids, tf.range(tf.size(ids)))
-  found, places = [], []
-  for read, (mine, at) in zip(reads, divided, strict=True):
-    found.append(read(mine))
-    places.append(at)
+  mine, places = zip(*divided, strict=True)
+  found = [read(each) for read, each in zip(reads, mine, strict=True)]
   return tf.dynamic_stitch(places, found)
 
 
