@@ -244,11 +244,18 @@ class RowTable:
   Args:
     variable: the variable that represents the rows.
     shards: the parts of the table.
+    drained: calls a function when no step is running.
   """
 
-  def __init__(self, variable: keras.Variable, shards: Sequence[TableShard]):
+  def __init__(
+    self,
+    variable: keras.Variable,
+    shards: Sequence[TableShard],
+    drained: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+  ):
     self.variable = variable
     self.shards = tuple(shards)
+    self._drained = drained
     self.expired = 0
     self.slots: tuple[str, ...] = ()
     self._width = variable.shape[1]
@@ -256,12 +263,6 @@ class RowTable:
     self._optimizer: weakref.ref | None = None
     self.earlier = weakref.WeakSet()  # Optimizers that owned slots before.
     self.loaded = np.zeros([0], np.int64)
-
-  # Methods that a table on servers overrides.
-
-  def _drained(self, action: Callable[[], Any]) -> Any:
-    """Calls `action` when no step is running."""
-    return action()
 
   def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
     """Returns the value of a slot for a new row, which the slot's variable keeps."""

@@ -317,9 +317,8 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       ServerShard(i, variable.path, variable.shape[1], initial_rows)
       for i in range(num_servers)
     ]
-    super().__init__(variable, shards)
+    super().__init__(variable, shards, drained)
     variable.value.stays_zero = True
-    self._when_drained = drained
 
   def _serialize_to_tensors(self):
     raise errors.UnsupportedOptionError(
@@ -338,9 +337,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
         "strategy keras.models.load_model('model.keras').export(path)",
       )
     return super()._trackable_children(save_type, **kwargs)
-
-  def _drained(self, action):
-    return self._when_drained(action)
 
   def _value_of_new(self, slot):
     # Nothing writes the variable: no step must be waited for, and none sends it.

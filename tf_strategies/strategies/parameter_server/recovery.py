@@ -93,7 +93,7 @@ class Recovery:
     """Says what checkpoints hold, once; returns whether one must be written."""
     if not self.is_enabled:
       return False
-    self._take(objects)
+    self._objects = self._objects or dict(objects)
     if self._newest is not None:
       return False
     if self._checkpointer.paths():
@@ -179,7 +179,7 @@ class Recovery:
     """
     if not self.is_enabled:
       return None
-    self._take(objects)
+    self._objects = self._objects or dict(objects)
     self._settings = settings or {}
     self._is_loading = True
     try:
@@ -193,11 +193,6 @@ class Recovery:
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
     return position
-
-  def _take(self, objects: Mapping[str, Any]) -> None:
-    """Takes the objects that checkpoints hold, once."""
-    if self._objects is None:
-      self._objects = dict(objects)
 
   def _read_newest(self) -> checkpointer.Checkpoint | None:
     """Assigns the variables what the newest whole checkpoint has.
@@ -214,8 +209,9 @@ class Recovery:
         'checkpoint_dir.'
       )
     named = model_state.name_objects(self._objects)
-    settings = self._settings if self._is_loading else None
-    specs = model_state.matched(found, named, found.arrays.specs, settings)
+    specs = model_state.matched(
+      found, named, found.arrays.specs, self._settings
+    )
     lost = [v for v in self._variables.values() if v.is_lost]
     try:
       table_files.restore(found.arrays.with_specs(specs), named)

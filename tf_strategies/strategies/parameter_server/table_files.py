@@ -10,6 +10,7 @@ rows each: ids, rows, and each slot of the optimizer.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,18 +36,13 @@ def arrays_of(
   Raises:
     DataError: rows were lost with their server.
   """
-  # By table. Each column has its rows in the order of the same ids.
-  ids: dict[row_table.RowTable, list[tf.Tensor]] = {}
+  # Each column has its rows in the order of the same ids.
+  ids_of = functools.cache(_ids_of)
   for name, variable in named.items():
     if isinstance(variable, row_table.Column):
-      table = variable.table
-      if table not in ids:
-        for shard in table.shards:
-          shard.check_is_whole()
-        ids[table] = [shard.stored()[0] for shard in table.shards]
-      count = sum(int(of_shard.shape[0]) for of_shard in ids[table])
-      shape = count, *variable.shape[1:]
-      blocks = _blocks_of_column(variable, ids[table])
+      ids = ids_of(variable.table)
+      shape = sum(int(each.shape[0]) for each in ids), *variable.shape[1:]
+      blocks = _blocks_of_column(variable, ids)
       yield name, checkpointer.Blocks(variable.dtype, shape, blocks)
     elif parts := _parts_of_table(variable):
       shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype).name
@@ -62,12 +58,11 @@ def restore(
   arrays: checkpointer.StoredArrays, named: Mapping[str, Any]
 ) -> None:
   """Assigns variables and columns their arrays."""
-
-  def is_no_ids(item):
-    return getattr(item[1], 'key', None) != row_table.IDS
-
   # The other columns of a table belong to its ids.
-  for name, variable in sorted(named.items(), key=is_no_ids):
+  for name, variable in sorted(
+    named.items(),
+    key=lambda item: getattr(item[1], 'key', None) != row_table.IDS,
+  ):
     if isinstance(variable, row_table.Column):
       if variable.key == row_table.IDS:
         variable.assign(arrays[name])
@@ -130,6 +125,13 @@ def _end_sparse_access(part: variables.ServerVariable) -> None:
   """Gathering made reads of the whole copy it, until rows are written again."""
   with tf.device(part.device):
     tf.raw_ops.DisableCopyOnRead(resource=part.handle)
+
+
+def _ids_of(table: row_table.RowTable) -> list[tf.Tensor]:
+  """Returns the ids that each shard of a table has."""
+  for shard in table.shards:
+    shard.check_is_whole()
+  return [shard.stored()[0] for shard in table.shards]
 
 
 def _blocks_of_column(

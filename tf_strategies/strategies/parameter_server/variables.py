@@ -157,6 +157,10 @@ class ServerVariable(OnServers, _tf_internal.ResourceVariable):
 
   # Those of lost variables, oldest first. Functions may have captured them.
   old_handles = ()
+  is_lost = False
+  # Whether the variable is never written, and its value has no meaning, as for a row
+  # table.
+  stays_zero = False
 
   def __init__(
     self,
@@ -167,10 +171,6 @@ class ServerVariable(OnServers, _tf_internal.ResourceVariable):
     **kwargs,
   ):
     self.server = server
-    self.is_lost = False
-    # Whether the variable is never written, and its value has no meaning, as
-    # for a row table.
-    self.stays_zero = False
     self.drained, self._on_write = drained, on_write
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
@@ -317,31 +317,15 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
 def _checked_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
+  @functools.wraps(method)
   def write(self, *args, **kwargs):
     self.check_is_whole()
     # pylint: disable-next=protected-access
     return self._write(functools.partial(method, self, *args, **kwargs))
 
-  write.__name__ = name
-  write.__doc__ = method.__doc__
   return write
 
 
-for _name in (
-  'assign_add',
-  'assign_sub',
-  'scatter_add',
-  'scatter_sub',
-  'scatter_mul',
-  'scatter_div',
-  'scatter_min',
-  'scatter_max',
-  'scatter_update',
-  'batch_scatter_update',
-  'scatter_nd_add',
-  'scatter_nd_sub',
-  'scatter_nd_update',
-  'scatter_nd_min',
-  'scatter_nd_max',
-):
-  setattr(ServerVariable, _name, _checked_write(_name))
+for _name in dir(_tf_internal.ResourceVariable):
+  if _name.startswith(('assign_', 'scatter_', 'batch_scatter_')):
+    setattr(ServerVariable, _name, _checked_write(_name))
