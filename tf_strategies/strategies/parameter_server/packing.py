@@ -7,7 +7,6 @@ travel alone, since packing would copy them.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,13 +84,11 @@ def _from_bytes(part, spec):
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
   """Reads variables, the small ones of a server in one message."""
-  by_server = collections.defaultdict(list)
-  for variable in variables:
-    by_server[variable.server].append(variable)
   found = {}
-  for there in by_server.values():
+  for server in sorted({v.server for v in variables}):
+    there = [v for v in variables if v.server == server]
     packing = Packing([tf.TensorSpec(v.shape, v.dtype) for v in there])
     with tf.device(there[0].device):
       messages = packing.pack([v.read_value() for v in there])
-    found |= dict(zip(map(id, there), packing.unpack(messages), strict=True))
+    found |= zip(map(id, there), packing.unpack(messages), strict=True)
   return [found[id(v)] for v in variables]

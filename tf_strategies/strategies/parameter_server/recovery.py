@@ -253,8 +253,7 @@ class Recovery:
 
   def _lose(self, error: errors.ParameterServerUnavailableError) -> None:
     """Notes that variables are lost: from now on nothing is done with them."""
-    self._loss = error
-    self._pool.refusal = error
+    self._loss = self._pool.refusal = error
 
   def _recover(self, error: errors.ParameterServerUnavailableError) -> None:
     began = time.monotonic()
@@ -263,8 +262,7 @@ class Recovery:
     except Exception as e:
       self._pool.refusal = e
       raise
-    self._loss = None
-    self._pool.refusal = None
+    self._loss = self._pool.refusal = None
     seconds = time.monotonic() - began
     lost_steps = 0 if self._is_loading else self._begun_since(found)
     self._note_newest(found.path)

@@ -38,7 +38,7 @@ class StepFunction:
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
-    self._has_begun = self._has_reported = False
+    self._has_reported = False
     trains = keras_step.kind == 'train'
     option_checks.check(
       not self._model.jit_compile,
@@ -83,9 +83,8 @@ class StepFunction:
     is_whole = len(data) == self._model.steps_per_execution
     hides_rows = getattr(iterator, 'hides_rows', True)
     work = input.steps_on(data, hides_rows)
-    if not self._has_begun:
+    if not self._has_reported:
       self._look(work[0])
-      self._has_begun = True
     report = self._strategy.begin(self._step, work, is_whole)
     if report is None and not self._has_reported:
       raise errors.DataError(

@@ -266,13 +266,12 @@ class TracedStep:
       for variable, uses in self._uses.values()
       if (written := [op for op in uses if op.type not in READS])
     ]
-    of_writes = {id(w.variable) for w in self.writes}
     self.copied = [
       variable
       for variable, uses in self._uses.values()
-      if id(variable) in of_writes
-      # Not in branches and loops, nor in what XLA compiles.
-      or any(op.type not in _LOOKUPS or op.graph is not graph for op in uses)
+      # Not only rows that are looked up outside of branches, loops and what XLA
+      # compiles.
+      if any(op.type not in _LOOKUPS or op.graph is not graph for op in uses)
     ]
     for variable in self.copied:
       if getattr(variable, 'is_part', False):
