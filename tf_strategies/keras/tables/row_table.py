@@ -9,6 +9,7 @@ memory of one process.
 
 from __future__ import annotations
 
+import functools
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -111,32 +112,25 @@ class TableShard:
     with tf.device(self.device):
       lock = tf.raw_ops.MutexLock(mutex=self._mutex)
       with tf.control_dependencies([lock]):
-        written = self.store(
-          *self.updated(ids, gradients, step, rule, initial_slots)
-        )
+        ids, places = tf.unique(ids, tf.int64)
+        rows, usage = self._find(ids)
+        uses = usage[:, _USES] + 1.0
+        beside = {ROWS: tf.stack([uses, tf.fill(tf.shape(uses), step)], 1)}
+        state = {ROWS: _keras_internal.RowValues(rows)}
+        for name, initial in initial_slots.items():
+          values, is_there = self._lookup(name, ids)
+          values = tf.where(is_there > 0, values, initial)
+          state[name] = _keras_internal.RowValues(values)
+          beside[name] = tf.ones_like(is_there)
+        shape = tf.stack([tf.size(ids, tf.int64), self._width])
+        rule(state, tf.IndexedSlices(gradients, places, shape))
+        values = {
+          name: tf.concat([each.tensor, beside[name]], 1)
+          for name, each in state.items()
+        }
+        written = self.store(ids, values)
       with tf.control_dependencies(written):
         tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
-
-  def updated(
-    self, ids, gradients, step, rule, initial_slots
-  ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Returns the ids without repetition, and their new values for `store`."""
-    ids, places = tf.unique(ids, tf.int64)
-    shape = tf.stack([tf.size(ids, tf.int64), self._width])
-    rows, usage = self._find(ids)
-    uses = usage[:, _USES] + 1.0
-    beside = {ROWS: tf.stack([uses, tf.fill(tf.shape(uses), step)], 1)}
-    state = {ROWS: _keras_internal.RowValues(rows)}
-    for name, initial in initial_slots.items():
-      values, is_there = self._lookup(name, ids)
-      values = tf.where(is_there > 0, values, initial)
-      state[name] = _keras_internal.RowValues(values)
-      beside[name] = tf.ones_like(is_there)
-    rule(state, tf.IndexedSlices(gradients, places, shape))
-    return ids, {
-      name: tf.concat([each.tensor, beside[name]], 1)
-      for name, each in state.items()
-    }
 
   @property
   def tracked(self) -> Any:
@@ -275,13 +269,9 @@ class RowTable:
     return row_updates.look_up(self.variable.value, ids, self._read)
 
   def _read(self, ids):
-    if tf.executing_eagerly():
-      return self._drained(lambda: self._read_shards(ids))
-    return self._read_shards(ids)
-
-  def _read_shards(self, ids):
     reads = [shard.read for shard in self.shards]
-    return row_updates.gather(ids, self.owner(ids), reads)
+    gather = functools.partial(row_updates.gather, ids, self.owner(ids), reads)
+    return self._drained(gather) if tf.executing_eagerly() else gather()
 
   def owner(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns the number of the shard of each id."""

@@ -131,10 +131,11 @@ class Batch:
     del worker
     return True
 
-  def read(self, worker: int, compute: Callable[[np.ndarray], Any]) -> bool:
+  def read(self, worker: int, compute: Callable[[tf.Tensor], Any]) -> bool:
     """Calls `compute` with the message; returns that there was something to read."""
     del worker
-    compute(self.message())
+    [message] = _tf_internal.on_host(self.message())
+    compute(message)
     return True
 
 

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
@@ -142,11 +141,8 @@ class WorkerFunction:
       self._trace, batch.argument, *self.layout.handles
     )
 
-  def __call__(self, worker: int, argument: Any, slots: Slots) -> Any:
+  def __call__(self, worker: int, argument: tf.Tensor, slots: Slots) -> Any:
     """Runs it on a worker; returns the results that are not in the slots."""
-    if isinstance(argument, np.ndarray):
-      with tf.device(traced_step.COORDINATOR):
-        argument = tf.constant(argument)
     with tf.device(f'/job:worker/replica:0/task:{worker}'):
       return _tf_internal.call_with(self._function, [argument, *slots.handles])
 
