@@ -124,17 +124,18 @@ class ChiefOnly(keras.callbacks.Callback):
   def _call(self, event, *args):
     if not self._tell_chief():
       return
-    if type(self.callback) in _CHANGE_NOTHING:
-      # Keras's own change nothing, and a learning rate is read for each batch.
-      getattr(self.callback, event)(*args)
-      return
-    before = self._decisions()
-    getattr(self.callback, event)(*args)
     shares = event == 'on_train_begin' and isinstance(
       self.callback, keras.callbacks.BackupAndRestore
     )
-    has_others = workers_lib.link_of(self._strategy()) is not None
-    if has_others and not shares and self._decisions() != before:
+    is_checked = (
+      # Keras's own change nothing, and a learning rate is read for each batch.
+      type(self.callback) not in _CHANGE_NOTHING
+      and not shares
+      and workers_lib.link_of(self._strategy()) is not None
+    )
+    before = self._decisions() if is_checked else None
+    getattr(self.callback, event)(*args)
+    if is_checked and self._decisions() != before:
       raise _changes_training(self.callback)
 
   def _decisions(self):
