@@ -192,8 +192,7 @@ class Liveness:
 
   def is_worker_alive(self, worker: int) -> bool:
     """Returns whether it is the process that was connected to; maybe a silent one."""
-    task = 'worker', worker
-    return task not in self._are_new and not self._gone([task])
+    return not self._gone([('worker', worker)])
 
   def silent_tasks(self) -> list[str]:
     """Names of the tasks that do not answer."""
@@ -214,7 +213,6 @@ class Liveness:
     if gone:  # A connection that breaks may have refused once.
       time.sleep(_SETTLE_SECONDS)
       gone = self._gone(gone)
-    gone |= self._are_new & self._servers
     if not gone:
       return None
     return self._error_of(min(gone)[1])
@@ -361,6 +359,7 @@ class Liveness:
       task
       for task, answer in self._ask(tasks).items()
       if answer is keepalive.Answer.REFUSED
+      or task in self._are_new
       or self._keepalive.is_disconnected(task)
     }
 

@@ -262,8 +262,8 @@ class TracedStep:
       if key in _by_handle
     }
     self.writes = [
-      self._write(graph, variable, written)
-      for variable, uses in self._uses.values()
+      self._write(graph, key, variable, written)
+      for key, (variable, uses) in self._uses.items()
       if (written := [op for op in uses if op.type not in READS])
     ]
     self.copied = [
@@ -282,7 +282,9 @@ class TracedStep:
           'call the tf.function, not what its get_concrete_function() returns',
         )
 
-  def _write(self, graph, variable, written: Sequence[tf.Operation]) -> Write:
+  def _write(
+    self, graph, key: int, variable, written: Sequence[tf.Operation]
+  ) -> Write:
     is_plain = all(
       op.type in _ASSIGNMENTS and op.graph is graph for op in written
     )
@@ -290,9 +292,10 @@ class TracedStep:
     added = None
     if adds and is_plain:
       added = [i for i, op in enumerate(self._added) if op in written]
-    inside = self._inside[id(variable.stand_in.handle)]
     begin = min(
-      self._place[op.name] for op in inside.consumers() if op.type not in READS
+      self._place[op.name]
+      for op in self._inside[key].consumers()
+      if op.type not in READS
     )
     return Write(variable, adds, is_plain, added, begin)
 
