@@ -91,10 +91,9 @@ def _taken(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
   into the same memory.
   """
   value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
-  with tf.control_dependencies([value]):
-    emptied = tf.raw_ops.AssignVariableOp(
-      resource=handle, value=tf.zeros([0], spec.dtype)
-    )
+  emptied = tf.raw_ops.AssignVariableOp(
+    resource=handle, value=tf.zeros([0], spec.dtype)
+  )
   with tf.control_dependencies([emptied]):
     value = tf.identity(value)
   value.set_shape(spec.shape)
