@@ -445,7 +445,13 @@ class Engine:
       return None
     if not isinstance(work, splits.Source):
       # What one worker makes of all rows is what one device makes.
-      self._warn_of_whole(step, powers)
+      if not step.has_warned and len(self.pool.workers) > 1:
+        step.has_warned = True
+        logging.warning(
+          "mode='sync' computes each whole batch of a step on one worker. Workers that "
+          'share its rows would not compute what one device computes. The cause: %s.',
+          powers,
+        )
     elif len(work.splits) > 1:
       raise errors.UnsupportedOptionError(
         f"a step that mixes rows ({powers}) in mode='sync', with data that "
@@ -455,15 +461,6 @@ class Engine:
         "worker computes each batch as a whole; or use mode='async'",
       )
     return None
-
-  def _warn_of_whole(self, step, reason) -> None:
-    if not step.has_warned and len(self.pool.workers) > 1:
-      step.has_warned = True
-      logging.warning(
-        "mode='sync' computes each whole batch of a step on one worker. Workers that "
-        'share its rows would not compute what one device computes. The cause: %s.',
-        reason,
-      )
 
   def powers(self, step: Step, structure: Any) -> traced_step.Powers | str:
     """Returns how to combine what workers compute from their rows, or why not to."""
