@@ -78,9 +78,8 @@ def shares_batches(strategy) -> bool:
 
 def shares_rows(strategy) -> bool:
   """Returns whether synchronous workers share the rows of every step so far."""
-  found = [
-    p for each in strategy.engine._sharing.values() for p in each.values()
-  ]
+  steps = {step for step, *_ in strategy.engine._functions}
+  found = [p for step in steps for p in step.powers.values()]
   return bool(found) and not any(isinstance(p, str) for p in found)
 
 
