@@ -1,7 +1,6 @@
 """Engines: bounded staleness, reuse of slots, and steps whose shares are lost."""
 
 import collections
-import functools
 import gc
 import threading
 import types
@@ -478,16 +477,7 @@ class SourceTest(tf.test.TestCase):
 class ReadTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
-    self.pool = types.SimpleNamespace(
-      workers=(0, 1),
-      lost=set(),
-      lives=collections.Counter(),
-      lock=threading.RLock(),
-      _running={},
-    )
-    self.pool.readers = functools.partial(
-      worker_pool.WorkerPool.readers, self.pool
-    )
+    self.pool, _ = fakes.pool(self, 2)
     self.source = splits.Source(_Dataset())
 
   def has_work_for(self, worker):
