@@ -13,11 +13,8 @@ pytestmark = pytest.mark.smoke
 _LINK = re.compile(r'\]\(([^)#]+)(?:#[^)]*)?\)')
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
-# Flags in the rows of a table that `tf_strategies.cluster.command_line` reads.
-_TABLE = 'command_line.main('
-_ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
-# Flags that are fields of an options class.
-_FIELD = re.compile(r'^  (\w+): [^\n=]+ = _option\(', re.MULTILINE)
+# Flags that are fields of an options class: see `tf_strategies.cluster.command_line`.
+_FIELD = re.compile(r'^  (\w+): [^\n=]+ = command_line\.option\(', re.MULTILINE)
 
 
 def _documents(files: dict[str, str]) -> list[str]:
@@ -31,8 +28,6 @@ def _flags(files: dict[str, str]) -> set[str]:
       defined.update(_DEFINED_FLAG.findall(text))
       defined.update(_ARGUMENT.findall(text))
       defined.update(_FIELD.findall(text))
-      if _TABLE in text:
-        defined.update(a or b for a, b in _ROW.findall(text))
   return defined
 
 

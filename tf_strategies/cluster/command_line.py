@@ -3,24 +3,26 @@
 Example:
 
   >>> from tf_strategies.cluster import command_line
+  >>> @dataclasses.dataclass
+  ... class Counts:
+  ...   num_workers: int = command_line.option('Workers.', 1)
   >>> command_line.main(
-  ...   ['job', '--num_workers=2', '--', 'true'], 'A job.',
-  ...   [('num_workers', 1, 'Workers.')],
-  ...   lambda values, command: values.num_workers)
+  ...   ['job', '--num_workers=2', '--', 'true'], 'A job.', [Counts],
+  ...   lambda counts, command: counts.num_workers)
   2
 """
 
 import dataclasses
+import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags
 
 from tf_strategies import errors, option_checks
 
-_Options = TypeVar('_Options')
 _INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
   bool: flags.DEFINE_bool,
@@ -29,20 +31,26 @@ _DEFINE = {
 }
 
 
+def option(help: str, default: Any = None) -> Any:
+  """Returns a field of a data class that is a flag, too."""
+  return dataclasses.field(default=default, metadata={'help': help})
+
+
 def main(
   argv: Sequence[str],
   doc: str,
-  rows: Iterable[tuple[str, object, str]],
-  run: Callable[[flags.FlagValues, list[str]], int],
+  kinds: Sequence[Callable[..., Any]],
+  run: Callable[..., int],
 ) -> int:
   """Parses a command line and runs it.
 
   Args:
     argv: the program's name, such as 'tfs launch', and its arguments.
     doc: of the module; --help shows it up to its 'Example:'.
-    rows: name, default and help of each flag. A flag is of its default's type, or a
-      string if the default is None.
-    run: called with the flags, and with the command behind a lone --.
+    kinds: data classes, whose fields are flags: see `option`. A flag is of its
+      default's type, or a string if the default is None.
+    run: called with an object of each kind, whose fields have the values of their
+      flags, and with the command behind a lone --.
 
   Returns:
     The exit status: what `run` returned; 2 for a wrong command line, which is
@@ -51,9 +59,16 @@ def main(
   program = argv[0]
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
-  for name, default, text in rows:
-    define = _DEFINE.get(type(default), flags.DEFINE_string)
-    define(name, default, text, flag_values=values, module_name=program)
+  fields = [dataclasses.fields(kind) for kind in kinds]
+  for field in itertools.chain(*fields):
+    define = _DEFINE.get(type(field.default), flags.DEFINE_string)
+    define(
+      field.name,
+      field.default,
+      field.metadata['help'],
+      flag_values=values,
+      module_name=program,
+    )
   flags.DEFINE_bool(
     'help', False, 'Print this.', values, program, short_name='h'
   )
@@ -67,7 +82,11 @@ def main(
       raise flags.Error(
         f'unexpected argument {unexpected[0]!r}: the command follows a lone --'
       )
-    return run(values, list(argv[end + 1 :]))
+    options = [
+      kind(**{field.name: values[field.name].value for field in its_fields})
+      for kind, its_fields in zip(kinds, fields, strict=True)
+    ]
+    return run(*options, list(argv[end + 1 :]))
   except KeyboardInterrupt:
     print(f'{program}: interrupted.', file=sys.stderr)
     return _INTERRUPTED
@@ -79,12 +98,6 @@ def main(
     usage = f'{program} [flags] -- command [arguments]'
     print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
-
-
-def filled(kind: Callable[..., _Options], values: flags.FlagValues) -> _Options:
-  """Returns an object of a data class, whose fields have the values of their flags."""
-  names = [field.name for field in dataclasses.fields(kind)]
-  return kind(**{name: values[name].value for name in names})
 
 
 def _meant(error: Exception, values: flags.FlagValues) -> str:

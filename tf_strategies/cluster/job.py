@@ -3,19 +3,16 @@
 import dataclasses
 
 from tf_strategies import option_checks
+from tf_strategies.cluster import command_line
 
 SECRET_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskCounts:
-  """How many tasks of which type.
+  """How many tasks of which type; the fields are flags.
 
-  Args:
-    num_workers: tasks of type worker.
-    num_ps: parameter servers.
-    chief: whether there is a chief beside the workers.
-    evaluator: whether there is an evaluator; it is not part of the cluster.
+  An evaluator is not part of the cluster.
 
   Raises:
     UnsupportedOptionError: a number is negative, or no task would train.
@@ -26,10 +23,16 @@ class TaskCounts:
     {'chief': 1, 'worker': 2, 'ps': 0, 'evaluator': 0}
   """
 
-  num_workers: int = 1
-  num_ps: int = 0
-  chief: bool = False
-  evaluator: bool = False
+  num_workers: int = command_line.option(
+    'Tasks of type worker. With a chief and parameter servers they are servers, '
+    'which are ended when the chief has ended well.',
+    1,
+  )
+  num_ps: int = command_line.option('Parameter servers.', 0)
+  chief: bool = command_line.option('Whether a chief is started too.', False)
+  evaluator: bool = command_line.option(
+    'Whether an evaluator is started too.', False
+  )
 
   def __post_init__(self):
     for name in ('num_workers', 'num_ps'):

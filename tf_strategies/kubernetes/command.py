@@ -27,32 +27,29 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
 from tf_strategies.cluster import command_line
 from tf_strategies.kubernetes import manifests
 from tf_strategies.kubernetes import options as options_lib
 
-_FLAGS = (
-  ('kind', 'jobset', 'jobset, trainjob or tfjob.'),
-  # `image` must be given, and has no default.
-  *(
-    (field.name, getattr(options_lib.Options, field.name, None), text)
-    for field in dataclasses.fields(options_lib.Options)
-    for text in field.metadata.values()
-  ),
-)
 _SECRET_NOTE = (
   "# Holds the job's secret: keep it out of version control, or pass "
   '--secret_name.\n'
 )
 
 
-def _run(values: flags.FlagValues, command: list[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Output:
+  """What is written."""
+
+  kind: str = command_line.option('jobset, trainjob or tfjob.', 'jobset')
+
+
+def _run(
+  written: _Output, options: options_lib.Options, command: list[str]
+) -> int:
   yaml = manifests.load_yaml()
-  options = command_line.filled(options_lib.Options, values)
-  documents = manifests.documents(values.kind, options, command)
-  if not values.secret_name:
+  documents = manifests.documents(written.kind, options, command)
+  if not options.secret_name:
     sys.stdout.write(_SECRET_NOTE)
   yaml.safe_dump_all(
     documents, sys.stdout, sort_keys=False, explicit_start=True
@@ -69,4 +66,4 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit status: 0, or 2 for a wrong command line, which stderr explains.
   """
-  return command_line.main(argv, __doc__, _FLAGS, _run)
+  return command_line.main(argv, __doc__, (_Output, options_lib.Options), _run)

@@ -79,7 +79,7 @@ def documents(
   values = _values(options, command)
   tasks = {
     task_type: _task(kind, templates, options, values, task_type, count)
-    for task_type, count in options.job.all_counts.items()
+    for task_type, count in options.all_counts.items()
     if count
   }
   if kind == 'tfjob':
@@ -89,7 +89,7 @@ def documents(
     }
     names = ['tfjob']
   else:
-    trains = [t for t in tasks if t in options.job.training_types]
+    trains = [t for t in tasks if t in options.training_types]
     values |= {'tasks': list(tasks.values()), 'training_types': trains}
     names = ['jobset']
   if kind == 'trainjob':
@@ -104,7 +104,7 @@ def _values(
   options: options_lib.Options, command: Sequence[str]
 ) -> dict[str, Any]:
   """Returns the values that do not depend on the type of a task."""
-  counts = options.job.all_counts
+  counts = options.all_counts
   return {
     'name': options.name,
     'image': options.image,
@@ -139,7 +139,7 @@ def _task(
   if not options.gpus_per_worker or task_type not in computes:
     del container['resources']
   # A claim that one node at a time may mount would keep others from starting.
-  mounts = (*options.job.training_types, 'evaluator')
+  mounts = (*options.training_types, 'evaluator')
   if not options.checkpoint_pvc or task_type not in mounts:
     del pod['volumes'], container['volumeMounts']
   name = 'tfjob_task'

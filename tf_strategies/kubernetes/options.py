@@ -1,10 +1,9 @@
 """What a manifest is made of, checked before anything is written."""
 
 import dataclasses
-from typing import Any
 
 from tf_strategies import option_checks
-from tf_strategies.cluster import checks
+from tf_strategies.cluster import checks, command_line
 from tf_strategies.cluster import job as job_lib
 
 _LONGEST_LABEL = 63
@@ -12,12 +11,8 @@ _LONGEST_LABEL = 63
 _RANDOM_ENDING = '-abcde'
 
 
-def _option(help: str, default: Any = dataclasses.MISSING) -> Any:
-  return dataclasses.field(default=default, metadata={'help': help})
-
-
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(job_lib.TaskCounts):
   """A job on Kubernetes; the fields are the flags of the command.
 
   Kubernetes itself checks names when it gets a manifest.
@@ -28,37 +23,33 @@ class Options:
 
   Example:
 
-    >>> Options(image='mnist:1', num_workers=2, num_ps=1).job.all_counts
+    >>> Options(image='mnist:1', num_workers=2, num_ps=1).all_counts
     {'chief': 1, 'worker': 2, 'ps': 1, 'evaluator': 0}
   """
 
-  image: str = _option('Image of the container that every task runs in.')
-  name: str = _option('Name of the job.', 'tf-strategies')
-  num_workers: int = _option('Tasks of type worker.', 1)
-  num_ps: int = _option(
-    'Parameter servers; with any there is a chief, which trains.', 0
+  image: str | None = command_line.option(
+    'Image of the container that every task runs in. It must be given.'
   )
-  chief: bool = _option(
-    'Whether there is a chief without parameter servers too.', False
-  )
-  evaluator: bool = _option('Whether there is an evaluator.', False)
-  gpus_per_worker: int = _option(
+  name: str = command_line.option('Name of the job.', 'tf-strategies')
+  gpus_per_worker: int = command_line.option(
     'GPUs of each task that computes gradients.', 0
   )
-  checkpoint_pvc: str | None = _option(
+  checkpoint_pvc: str | None = command_line.option(
     'PersistentVolumeClaim for checkpoints, which the evaluator and the tasks '
     'that train mount at /checkpoints: with parameter servers the chief alone. '
-    'Tasks on several nodes need ReadWriteMany.',
-    None,
+    'Tasks on several nodes need ReadWriteMany.'
   )
-  secret_name: str | None = _option(
-    'Secret that exists, with the key `secret`; default a new one.', None
+  secret_name: str | None = command_line.option(
+    'Secret that exists, with the key `secret`; default a new one.'
   )
-  max_restarts: int = _option(
+  max_restarts: int = command_line.option(
     'How often each task is started again, on average.', 3
   )
 
   def __post_init__(self):
+    # Only a chief can train with parameter servers.
+    object.__setattr__(self, 'chief', self.chief or self.num_ps > 0)
+    super().__post_init__()
     option_checks.check(
       self.image and not any(c.isspace() for c in self.image),
       f'--image={self.image!r}',
@@ -67,7 +58,7 @@ class Options:
     )
     for flag in ('gpus_per_worker', 'max_restarts'):
       option_checks.check_int(f'--{flag}', getattr(self, flag), 0)
-    counts = self.job.all_counts
+    counts = self.all_counts
     option_checks.check(
       sum(counts.values()) <= checks.MAX_TASKS,
       f'a job of {sum(counts.values())} tasks',
@@ -82,13 +73,4 @@ class Options:
       f'--name={self.name}, which makes names of {longest} letters',
       f'names of pods of at most {_LONGEST_LABEL} letters',
       f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
-    )
-
-  @property
-  def job(self) -> job_lib.TaskCounts:
-    """Returns how many tasks of which type."""
-    # Only a chief can train with parameter servers.
-    chief = self.chief or self.num_ps > 0
-    return job_lib.TaskCounts(
-      self.num_workers, self.num_ps, chief, self.evaluator
     )

@@ -52,88 +52,33 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tf_strategies import errors, option_checks
+from tf_strategies import errors
 from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import ports as ports_lib
 from tf_strategies.launch import supervisor, tasks
 
-FLAGS = (
-  (
-    'num_workers',
-    1,
-    'Tasks of type worker. With --chief and --num_ps they are servers, which '
-    'are ended when the chief has ended well.',
-  ),
-  ('num_ps', 0, 'Parameter servers.'),
-  ('chief', False, 'Whether a chief is started too.'),
-  ('evaluator', False, 'Whether an evaluator is started too.'),
-  (
-    'max_restarts',
-    0,
-    'How often each task that fails is started again, with the same TF_CONFIG, '
-    'while the others go on, until one that trains has ended well.',
-  ),
-  (
-    'log_dir',
-    None,
-    'Directory for the output of each task, such as worker_0.log.',
-  ),
-  (
-    'rank_filter',
-    None,
-    'Tasks whose lines appear here, such as chief,worker:0; default all. Files '
-    'in --log_dir hold everything.',
-  ),
-  (
-    'grace_period',
-    10.0,
-    'Seconds between SIGTERM and SIGKILL when tasks are ended.',
-  ),
-  ('dry_run', False, 'Print what would be started, and start nothing.'),
-  ('nnodes', 1, 'Hosts of the job; all run the same line.'),
-  ('node_rank', 0, 'Which of them this is, from 0.'),
-  (
-    'rendezvous',
-    None,
-    'Address host:port of host 0 where launchers meet; any free port of it.',
-  ),
-  (
-    'rendezvous_timeout',
-    300.0,
-    'Seconds within which the launchers of all hosts must meet.',
-  ),
-)
 
-
-def _run(values: flags.FlagValues, command: list[str]) -> int:
+def _run(
+  job: job_lib.TaskCounts,
+  options: supervisor.LaunchOptions,
+  place: tasks.Place,
+  command: list[str],
+) -> int:
   if not command:
     raise flags.Error('no command: the command follows a lone --')
-  job = command_line.filled(job_lib.TaskCounts, values)
-  options = command_line.filled(supervisor.LaunchOptions, values)
-  is_alone = values.nnodes == 1
-  option_checks.check(
-    is_alone == (values.rendezvous is None)
-    and not (is_alone and values.node_rank),
-    f'--nnodes={values.nnodes}, --node_rank={values.node_rank} and '
-    f'--rendezvous={values.rendezvous}',
-    'an address of host 0 where launchers meet, and only for several hosts',
-    'pass --nnodes=2 or more and --rendezvous=host0:29400 on all hosts, or '
-    'none of these flags',
-  )
-  counts = dict(job.all_counts)
-  if values.node_rank:
+  counts = job.all_counts
+  if place.node_rank:
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()))
   with contextlib.ExitStack() as stack:
-    if is_alone:
+    if place.is_alone:
       launchers = None
       hosts = [tasks.HostTasks(tasks.LOOPBACK, counts, ports)]
       secret = secrets.token_hex(job_lib.SECRET_BYTES)
     else:
       from tf_strategies.launch import nodes  # Only here: sockets.
 
-      place = command_line.filled(nodes.Place, values)
       try:
         launchers = nodes.Launchers(place, counts, ports, _say)
       except (errors.RendezvousError, errors.AuthenticationError) as e:
@@ -142,7 +87,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
       stack.enter_context(launchers)
       hosts, secret = launchers.hosts, launchers.secret
     specs = tasks.plan_tasks(hosts, command, secret)
-    if values.dry_run:
+    if options.dry_run:
       for spec in specs:
         print(tasks.describe(spec))
       return 0
@@ -167,4 +112,5 @@ def main(argv: Sequence[str]) -> int:
   while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
     pass
   os.close(descriptor)
-  return command_line.main(argv, __doc__, FLAGS, _run)
+  kinds = job_lib.TaskCounts, supervisor.LaunchOptions, tasks.Place
+  return command_line.main(argv, __doc__, kinds, _run)

@@ -13,7 +13,6 @@ and ends as a whole when one of them is lost.
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,36 +41,6 @@ _SAME_LINE = (
 _Kind = protocol.Kind
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-  """Which host of a job this is, and where its launchers meet: as the flags say.
-
-  Raises:
-    UnsupportedOptionError: a value out of range.
-    ClusterConfigError: the rendezvous is no address.
-
-  Example:
-
-    >>> Place(2, 1, 'host0:29400').node_rank
-    1
-  """
-
-  nnodes: int
-  node_rank: int
-  rendezvous: str
-  rendezvous_timeout: float = 300.0
-
-  def __post_init__(self):
-    option_checks.check_int('--nnodes', self.nnodes, 1)
-    fix = 'count hosts from 0'
-    option_checks.check_int(
-      '--node_rank', self.node_rank, 0, self.nnodes - 1, fix=fix
-    )
-    option_checks.check_seconds('--rendezvous_timeout', self.rendezvous_timeout)
-    with checks.reading('--rendezvous'):
-      checks.split_address(self.rendezvous, 'its value')
-
-
 class Launchers(contextlib.AbstractContextManager):
   """The launchers of a job's hosts; a context. Waits until all have met.
 
@@ -97,7 +66,7 @@ class Launchers(contextlib.AbstractContextManager):
 
   def __init__(
     self,
-    place: Place,
+    place: tasks.Place,
     counts: Mapping[str, int],
     ports: Sequence[int],
     say: Callable[[str], None],

@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tf_strategies import errors, option_checks
-from tf_strategies.cluster import exit_codes, launcher_note
+from tf_strategies.cluster import command_line, exit_codes, launcher_note
 from tf_strategies.launch import output, process, reaper, tasks
 
 if TYPE_CHECKING:
@@ -57,15 +57,29 @@ _NEVER_RESTARTED = (0, 2, 126, 127)
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-  """How tasks are supervised: see the launcher's flags.
+  """How tasks are supervised; the fields are flags.
 
   The last lines of a task that failed first appear whatever `rank_filter` says.
   """
 
-  max_restarts: int = 0
-  grace_period: float = 10.0
-  log_dir: str | None = None
-  rank_filter: str | None = None
+  max_restarts: int = command_line.option(
+    'How often each task that fails is started again, with the same TF_CONFIG, '
+    'while the others go on, until one that trains has ended well.',
+    0,
+  )
+  grace_period: float = command_line.option(
+    'Seconds between SIGTERM and SIGKILL when tasks are ended.', 10.0
+  )
+  log_dir: str | None = command_line.option(
+    'Directory for the output of each task, such as worker_0.log.'
+  )
+  rank_filter: str | None = command_line.option(
+    'Tasks whose lines appear here, such as chief,worker:0; default all. Files '
+    'in --log_dir hold everything.'
+  )
+  dry_run: bool = command_line.option(
+    'Print what would be started, and start nothing.', False
+  )
 
   def __post_init__(self):
     option_checks.check_int('--max_restarts', self.max_restarts, 0)

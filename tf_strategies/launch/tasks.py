@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tf_strategies import option_checks
-from tf_strategies.cluster import config, sources
+from tf_strategies.cluster import checks, command_line, config, sources
 from tf_strategies.cluster import job as job_lib
 
 # The loopback address rather than 'localhost', which may also mean ::1.
@@ -33,6 +33,57 @@ class HostTasks(NamedTuple):
   host: str
   counts: Mapping[str, int]
   ports: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Which host of a job this is, and where its launchers meet; the fields are flags.
+
+  Raises:
+    UnsupportedOptionError: a value out of range, or an address for one host alone.
+    ClusterConfigError: the rendezvous is no address.
+
+  Example:
+
+    >>> Place(2, 1, 'host0:29400').node_rank
+    1
+  """
+
+  nnodes: int = command_line.option(
+    'Hosts of the job; all run the same line.', 1
+  )
+  node_rank: int = command_line.option('Which of them this is, from 0.', 0)
+  rendezvous: str | None = command_line.option(
+    'Address host:port of host 0 where launchers meet; any free port of it.'
+  )
+  rendezvous_timeout: float = command_line.option(
+    'Seconds within which the launchers of all hosts must meet.', 300.0
+  )
+
+  def __post_init__(self):
+    option_checks.check(
+      self.is_alone == (self.rendezvous is None)
+      and not (self.is_alone and self.node_rank),
+      f'--nnodes={self.nnodes}, --node_rank={self.node_rank} and '
+      f'--rendezvous={self.rendezvous}',
+      'an address of host 0 where launchers meet, and only for several hosts',
+      'pass --nnodes=2 or more and --rendezvous=host0:29400 on all hosts, or '
+      'none of these flags',
+    )
+    option_checks.check_int('--nnodes', self.nnodes, 1)
+    fix = 'count hosts from 0'
+    option_checks.check_int(
+      '--node_rank', self.node_rank, 0, self.nnodes - 1, fix=fix
+    )
+    option_checks.check_seconds('--rendezvous_timeout', self.rendezvous_timeout)
+    if not self.is_alone:
+      with checks.reading('--rendezvous'):
+        checks.split_address(self.rendezvous, 'its value')
+
+  @property
+  def is_alone(self) -> bool:
+    """Returns whether the job has one host."""
+    return self.nnodes == 1
 
 
 @dataclasses.dataclass(frozen=True)
