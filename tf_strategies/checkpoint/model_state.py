@@ -196,14 +196,19 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> int:
 
 def has_parts(variable: Any) -> bool:
   """Returns whether each replica has its own part of the variable."""
+  return _reduction(variable) is not None
+
+
+def _reduction(variable: Any) -> str | None:
+  """Returns how parts make one value, 'mean' or 'sum'; None without parts."""
   value = value_of(variable)
-  synchronization = getattr(value, 'synchronization', None)
+  if vars(value).get('is_of_worker'):
+    return 'mean'
   on_read = tf.VariableSynchronization.ON_READ
-  return synchronization == on_read or _is_of_worker(value)
-
-
-def _is_of_worker(value: Any) -> bool:
-  return vars(value).get('is_of_worker', False)
+  if getattr(value, 'synchronization', None) != on_read:
+    return None
+  is_mean = value.aggregation == tf.VariableAggregation.MEAN
+  return 'mean' if is_mean else 'sum'
 
 
 def is_divided(variable: Any) -> bool:
@@ -213,13 +218,8 @@ def is_divided(variable: Any) -> bool:
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
-  return {k: _reduction(v) for k, v in variables.items() if has_parts(v)}
-
-
-def _reduction(variable: Any) -> str:
-  value, mean = value_of(variable), tf.VariableAggregation.MEAN
-  is_mean = getattr(value, 'aggregation', None) == mean or _is_of_worker(value)
-  return 'mean' if is_mean else 'sum'
+  found = {name: _reduction(v) for name, v in variables.items()}
+  return {name: each for name, each in found.items() if each}
 
 
 def reduce_parts(array: np.ndarray, reduction: str) -> np.ndarray:
@@ -256,10 +256,9 @@ def differences(
       found.append(f'it lacks variable {name}')
       continue
     here, there = list(variable.shape), list(specs[name].shape)
-    if here[:1] == [None]:  # As many rows as there are.
-      there = there and [None, *there[1:]]
     if has_parts(variable):  # The number of replicas may differ.
       here = [None, *here]
+    if here[:1] == [None]:  # As many rows as there are.
       there = there and [None, *there[1:]]
     if here != there:
       found.append(f'variable {name} has shape {there} there and {here} here')
