@@ -99,7 +99,11 @@ class SidecarEvaluator:
     )
     self._model = model
     self._data = data
-    self._variables = _needed(model)
+    named = model_state.name_objects(
+      {'model': model, 'optimizer': model.optimizer}
+    )
+    # Weights and the step.
+    self._variables = {name: v for name, v in named.items() if _is_needed(name)}
     self._checkpointer = checkpointer.Checkpointer(checkpoint_dir)
     self._callbacks = list(callbacks)
     self._steps = steps
@@ -201,14 +205,6 @@ class SidecarEvaluator:
     arrays = model_state.matched(found, self._variables, saved)
     for name, variable in self._variables.items():
       variable.assign(arrays[name])
-
-
-def _needed(model: keras.Model) -> dict[str, Any]:
-  """Returns the variables that an evaluation needs: weights and the step."""
-  named = model_state.name_objects(
-    {'model': model, 'optimizer': model.optimizer}
-  )
-  return {name: v for name, v in named.items() if _is_needed(name)}
 
 
 def _is_needed(name: str) -> bool:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tf_strategies.launch import output, reaper
 
@@ -45,7 +45,7 @@ class TaskProcess:
 
   def __init__(
     self,
-    command: list[str],
+    command: Sequence[str],
     environment: Mapping[str, str],
     grace_period: float,
     sink: output.TaskOutput,
@@ -55,13 +55,12 @@ class TaskProcess:
     self.is_gone = False
     self._sink = sink
     self.channel, theirs = socket.socketpair()
-    self.channel.setblocking(False)
     program = [sys.executable, '-I', '-S', reaper.__file__]
     with theirs:
       self._reaper = subprocess.Popen(
         [*program, str(theirs.fileno()), str(grace_period), '--', *command],
         bufsize=0,
-        env=dict(environment),
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,8 +80,6 @@ class TaskProcess:
     """Reads the reaper's report; the end of the channel is the reaper's end."""
     try:
       heard = self.channel.recv(_READ_BYTES)
-    except BlockingIOError:
-      return
     except OSError:
       heard = b''
     if heard:

@@ -223,7 +223,7 @@ class Supervisor:
     note = self._note.variable(task.spec.name)
     task.lines.begin(environment['TF_CPP_MIN_LOG_LEVEL'] > '0')
     task.process = process.TaskProcess(
-      list(task.spec.command),
+      task.spec.command,
       {**environment, launcher_note.VARIABLE: note},
       self._options.grace_period,
       task.lines,
