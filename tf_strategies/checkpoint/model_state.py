@@ -146,9 +146,13 @@ def matched(
   renamed = {names.get(name, name): each for name, each in arrays.items()}
   different = []
   if settings is not None:
-    different += _different_settings(
-      found.metadata.get('settings', {}), settings
-    )
+    saved = found.metadata.get('settings', {})
+    different += [
+      f'{name} was {saved.get(name)!r} and is {settings.get(name)!r}'
+      for name in sorted({*saved, *settings})
+      # As text: a nan equals no other.
+      if json.dumps(saved.get(name)) != json.dumps(settings.get(name))
+    ]
   different += differences(variables, renamed)
   if different:
     raise errors.CheckpointMismatchError(
@@ -232,18 +236,6 @@ def value_of(variable: Any) -> Any:
   """Returns the variable of TensorFlow that Keras's one holds."""
   is_keras = isinstance(variable, keras.Variable)
   return variable.value if is_keras else variable
-
-
-def _different_settings(
-  saved: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[str]:
-  """Returns a text for each setting that differs."""
-  return [
-    f'{name} was {saved.get(name)!r} and is {settings.get(name)!r}'
-    for name in sorted({*saved, *settings})
-    # As text: a nan equals no other.
-    if json.dumps(saved.get(name)) != json.dumps(settings.get(name))
-  ]
 
 
 def differences(

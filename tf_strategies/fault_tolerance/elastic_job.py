@@ -9,13 +9,9 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, option_checks
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import (
-  elastic_members,
-  elastic_options,
-  elastic_state,
-)
+from tf_strategies.fault_tolerance import elastic_members, elastic_state
 from tf_strategies.keras import chief_only
 from tf_strategies.strategies.multi_worker import elastic
 
@@ -253,7 +249,21 @@ class Job(elastic_members.Members):
       CollectiveMismatchError: this worker has other batches, or other callbacks that
         write files, than the others.
     """
-    elastic_options.check_fit(make_batches, epochs, steps_per_epoch, callbacks)
+    option_checks.check_function(
+      'make_batches',
+      make_batches,
+      'pass a function of an epoch and a step that returns batches',
+    )
+    fix = 'pass the number for all workers together'
+    option_checks.check_int('epochs', epochs, 0, fix=fix)
+    option_checks.check_int('steps_per_epoch', steps_per_epoch, 1, fix=fix)
+    keeps = keras.callbacks.BackupAndRestore
+    option_checks.check(
+      not any(isinstance(callback, keeps) for callback in callbacks),
+      'BackupAndRestore',
+      'other callbacks in an elastic job',
+      'leave it out: the workers keep the state in memory',
+    )
     state = self._state
     if state.model is not model:
       self.restore(model)

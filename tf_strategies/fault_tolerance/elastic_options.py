@@ -1,9 +1,6 @@
-"""`ElasticOptions`, and the checks of the arguments of an elastic job."""
+"""`ElasticOptions`: the options of an elastic job."""
 
 import dataclasses
-from collections.abc import Iterable
-
-import keras
 
 from tf_strategies import option_checks, process_group
 
@@ -55,26 +52,3 @@ class ElasticOptions:
       max_workers=self.max_workers,
       window_seconds=self.window_seconds,
     )
-
-
-def check_fit(
-  make_batches: object,
-  epochs: object,
-  steps_per_epoch: object,
-  callbacks: Iterable[keras.callbacks.Callback],
-) -> None:
-  """Raises UnsupportedOptionError if `Job.fit` cannot train with the arguments."""
-  option_checks.check_function(
-    'make_batches',
-    make_batches,
-    'pass a function of an epoch and a step that returns batches',
-  )
-  fix = 'pass the number for all workers together'
-  option_checks.check_int('epochs', epochs, 0, fix=fix)
-  option_checks.check_int('steps_per_epoch', steps_per_epoch, 1, fix=fix)
-  option_checks.check(
-    not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks),
-    'BackupAndRestore',
-    'other callbacks in an elastic job',
-    'leave it out: the workers keep the state in memory',
-  )

@@ -140,8 +140,9 @@ def plan_tasks(
     for index, k in enumerate(nodes):
       places.append((task_type, index, k))
       if task_type != 'evaluator':
-        address = address_of(hosts[k].host, next(ports[k]))
-        jobs.setdefault(task_type, []).append(address)
+        host = hosts[k].host
+        name = f'[{host}]' if ':' in host else host  # An address of IPv6.
+        jobs.setdefault(task_type, []).append(f'{name}:{next(ports[k])}')
   job = job_lib.TaskCounts(
     total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0
   )
@@ -159,11 +160,6 @@ def plan_tasks(
       TaskSpec(task_type, index, tuple(command), environment, is_training, k)
     )
   return specs
-
-
-def address_of(host: str, port: int) -> str:
-  """Returns `host:port`, or `[host]:port` for an address of IPv6."""
-  return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
 def full_environment(

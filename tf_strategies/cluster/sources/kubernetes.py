@@ -42,7 +42,14 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   if _JOBSET in environ or _REPLICATED_JOB in environ:
     parts = _read_jobset(environ, counts)
   else:
-    parts = _read_indexed_job(environ, total)
+    place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
+    subdomain = _name(
+      environ, 'TFS_SUBDOMAIN', 'the name of a headless service'
+    )
+    port = roles.port(environ)
+    name = _name(environ, 'TFS_JOB_NAME', 'the name of the Job')
+    addresses = [f'{name}-{i}.{subdomain}:{port}' for i in range(total)]
+    parts = roles.assign(environ, addresses, place)
   return None if total == 1 else parts
 
 
@@ -70,17 +77,6 @@ def _read_jobset(
     for job in present
   }
   return tf_config.Parts(jobs, own, index)
-
-
-def _read_indexed_job(
-  environ: Mapping[str, str], total: int
-) -> tf_config.Parts:
-  place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
-  subdomain = _name(environ, 'TFS_SUBDOMAIN', 'the name of a headless service')
-  port = roles.port(environ)
-  name = _name(environ, 'TFS_JOB_NAME', 'the name of the Job')
-  addresses = [f'{name}-{i}.{subdomain}:{port}' for i in range(total)]
-  return roles.assign(environ, addresses, place)
 
 
 def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:

@@ -57,8 +57,21 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
       f'a number for each of {len(hosts)} hosts, in all {total} tasks',
       'start the tasks by srun, which sets hosts and numbers together',
     )
-  _check_distribution(environ, tasks)
-  first = roles.port(environ, _port_of_job(environ))
+  # Addresses are known if tasks are numbered host by host. With one task on each host,
+  # which srun calls cyclic, the order is the same.
+  distribution = environ.get('SLURM_DISTRIBUTION', 'block')
+  if max(tasks) > 1 and not distribution.startswith(('block', 'unknown')):
+    raise checks.bad_variable(
+      'SLURM_DISTRIBUTION',
+      distribution,
+      'block: tasks numbered host by host',
+      'pass --distribution=block to srun',
+    )
+  default = roles.DEFAULT_PORT
+  if 'SLURM_JOB_ID' in environ:
+    job = checks.integer_variable(environ, 'SLURM_JOB_ID', 0, 10**12)
+    default = _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB
+  first = roles.port(environ, default)
   addresses = [
     f'{host}:{first + local}'
     for host, count in zip(hosts, tasks, strict=True)
@@ -91,23 +104,3 @@ def _expanded(
         'its value', checks.MISSING, 'a value', 'start the tasks by srun'
       )
     return parse(environ[name])
-
-
-def _check_distribution(environ: Mapping[str, str], tasks: list[int]) -> None:
-  """Raises unless tasks are numbered host by host, so that addresses are known."""
-  told = environ.get('SLURM_DISTRIBUTION', 'block')
-  # With one task on each host, which srun calls cyclic, the order is the same.
-  if max(tasks) > 1 and not told.startswith(('block', 'unknown')):
-    raise checks.bad_variable(
-      'SLURM_DISTRIBUTION',
-      told,
-      'block: tasks numbered host by host',
-      'pass --distribution=block to srun',
-    )
-
-
-def _port_of_job(environ: Mapping[str, str]) -> int:
-  if 'SLURM_JOB_ID' not in environ:
-    return roles.DEFAULT_PORT
-  job = checks.integer_variable(environ, 'SLURM_JOB_ID', 0, 10**12)
-  return _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB
