@@ -111,7 +111,18 @@ def checked(parts: Parts) -> Parts:
   }
   task_type = checks.checked_type(parts.task_type, 'task.type')
   task_index = checks.checked_index(parts.task_index, 'task.index')
-  _check_addresses(jobs)
+  owners: dict[tuple[str, int], str] = {}
+  for job, tasks in jobs.items():
+    for index, address in enumerate(tasks):
+      what = f'cluster.{job}[{index}]'
+      owner = owners.setdefault(checks.split_address(address, what), what)
+      if owner != what:
+        raise checks.bad(
+          what,
+          address,
+          f'an address that no other task has, but {owner} has it',
+          'give every task a host or a port of its own',
+        )
   if len(jobs.get('chief', [0])) > 1:
     raise checks.bad(
       'cluster.chief',
@@ -132,21 +143,6 @@ def _tasks(job: str, tasks: Any) -> tuple[str, ...]:
     'a list of at least one address',
     f'list the addresses in brackets, such as ["host0:2222"], or leave {job} out',
   )
-
-
-def _check_addresses(jobs: Mapping[str, Sequence[str]]) -> None:
-  owners: dict[tuple[str, int], str] = {}
-  for job, tasks in jobs.items():
-    for index, address in enumerate(tasks):
-      what = f'cluster.{job}[{index}]'
-      owner = owners.setdefault(checks.split_address(address, what), what)
-      if owner != what:
-        raise checks.bad(
-          what,
-          address,
-          f'an address that no other task has, but {owner} has it',
-          'give every task a host or a port of its own',
-        )
 
 
 def _check_task(

@@ -76,7 +76,16 @@ class SidecarEvaluator:
     max_evaluations: int | None = None,
     idle_timeout_seconds: float | None = None,
   ):
-    _check_model(model)
+    option_checks.check_type(
+      'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
+    )
+    option_checks.check(
+      model.compiled,
+      f'model={model.name!r}, which is not compiled',
+      'a compiled model',
+      'call model.compile with the loss and metrics to evaluate',
+    )
+    model_state.check_built(model)
     for name, count in (
       ('steps', steps),
       ('max_evaluations', max_evaluations),
@@ -213,19 +222,6 @@ def _is_needed(name: str) -> bool:
   if kind == 'optimizer':
     return inside.endswith('/iteration')
   return kind == 'model' and not inside.startswith('random/')
-
-
-def _check_model(model: keras.Model) -> None:
-  option_checks.check_type(
-    'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
-  )
-  option_checks.check(
-    model.compiled,
-    f'model={model.name!r}, which is not compiled',
-    'a compiled model',
-    'call model.compile with the loss and metrics to evaluate',
-  )
-  model_state.check_built(model)
 
 
 def _check_data(data: Any, steps: int | None) -> None:
