@@ -78,7 +78,25 @@ def run(
   """
   options = ElasticOptions() if options is None else options
   ring = RingOptions() if ring is None else ring
-  _check(train_fn, options, ring)
+  option_checks.check_function(
+    'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
+  )
+  option_checks.check_type(
+    'options',
+    options,
+    ElasticOptions,
+    'tfs.ElasticOptions',
+    'write tfs.ElasticOptions(min_workers=1)',
+  )
+  option_checks.check_type(
+    'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
+  )
+  option_checks.check(
+    ring.link != 'mpi',
+    f'link={ring.link!r}',
+    "link='tcp' for elastic training",
+    "write RingOptions(link='tcp'), or train without tfs.elastic",
+  )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = options.of_group(
@@ -103,26 +121,3 @@ def run(
     return result
   finally:
     rendezvous.close()
-
-
-def _check(train_fn, options, ring) -> None:
-  """Raises UnsupportedOptionError for arguments with which no job can train."""
-  option_checks.check_function(
-    'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
-  )
-  option_checks.check_type(
-    'options',
-    options,
-    ElasticOptions,
-    'tfs.ElasticOptions',
-    'write tfs.ElasticOptions(min_workers=1)',
-  )
-  option_checks.check_type(
-    'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
-  )
-  option_checks.check(
-    ring.link != 'mpi',
-    f'link={ring.link!r}',
-    "link='tcp' for elastic training",
-    "write RingOptions(link='tcp'), or train without tfs.elastic",
-  )

@@ -277,7 +277,13 @@ class Job(elastic_members.Members):
       state.callbacks.append(history)
     batches = make_batches(0, 0)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
-    epoch, step = self._begin_at(steps_per_epoch, model.steps_per_execution)
+    epoch, step = state.position
+    if step >= steps_per_epoch:
+      epoch, step = epoch + 1, 0
+    step -= (
+      step % model.steps_per_execution
+    )  # A group of steps is done as a whole.
+    state.move(epoch, step)
     if not is_next:  # Of what earlier calls of the training function did.
       for name, values in state.history.items():
         history.history[name] = values[:epochs]
@@ -303,14 +309,6 @@ class Job(elastic_members.Members):
       validation_freq=validation_freq,
       class_weight=class_weight,
     )
-
-  def _begin_at(self, steps_per_epoch: int, group: int) -> Position:
-    """Moves to the begin of a group of steps, and returns this position."""
-    epoch, step = self._state.position
-    if step >= steps_per_epoch:
-      epoch, step = epoch + 1, 0
-    self._state.move(epoch, step - step % group)
-    return self._state.position
 
   def _join_with_steps(self, model, batches, steps_per_epoch, weights):
     """Builds the step of the model, and then joins, so that nobody waits for it."""
