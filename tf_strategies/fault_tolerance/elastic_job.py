@@ -78,7 +78,7 @@ class FilesOfJob(chief_only.ChiefOnly):
 
   def on_epoch_end(self, epoch, logs=None):
     """Returns when a chief has written the files of the epoch."""
-    link = self._strategy().extended.communicator
+    link = self.model.distribute_strategy.extended.communicator
     has_written = False
 
     def write():

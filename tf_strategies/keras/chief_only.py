@@ -84,62 +84,58 @@ class ChiefOnly(keras.callbacks.Callback):
 
   def on_train_begin(self, logs=None):
     """Calls the callback, then shares the restored state."""
-    restores = isinstance(self.callback, keras.callbacks.BackupAndRestore)
+    if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
+      self._call('on_train_begin', logs)
+      return
     optimizer = self.model.optimizer
-    if restores and optimizer is not None and not optimizer.built:
+    if optimizer is not None and not optimizer.built:
       # The callback would create its variables, which takes all workers.
-      with self._strategy().scope():
+      with self.model.distribute_strategy.scope():
         optimizer.build(self.model.trainable_variables)
-    self._call('on_train_begin', logs)
-    if restores:
-      self._share_state()
+    if self._tell_chief():
+      self.callback.on_train_begin(logs)
+    self._share_state()
 
   def _share_state(self):
-    workers = workers_lib.link_of(self._strategy())
+    workers = workers_lib.link_of(self.model.distribute_strategy)
     if workers is None:
       return
     variables = [*self.model.variables]
     if self.model.optimizer is not None:
       variables += self.model.optimizer.variables
-    with self._strategy().scope():
+    with self.model.distribute_strategy.scope():
       for variable in variables:
         value = tf.convert_to_tensor(variable.numpy())
         variable.assign(workers.from_chief(value, 'share'))
     # What Keras reads after this call to know where to go on.
-    epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
-    epoch = int(workers.from_chief(epoch, 'initial_epoch'))
-    _keras_internal.set_initial_epoch(self.model, epoch)
-
-  def _strategy(self):
-    return self.model.distribute_strategy
+    epoch = _keras_internal.initial_epoch(self.model)
+    epochs = workers.exchange('initial_epoch', epoch)
+    _keras_internal.set_initial_epoch(self.model, epochs[0])
 
   def _tell_chief(self) -> bool:
     """Returns whether this is the chief, whose callback has the model then."""
-    is_chief = self._strategy().extended.should_checkpoint
+    is_chief = self.model.distribute_strategy.extended.should_checkpoint
     if is_chief and not self._has_model:
       self.callback.set_model(self.model)
     self._has_model = is_chief
     return is_chief
 
   def _call(self, event, *args):
-    if not self._tell_chief():
-      return
-    shares = event == 'on_train_begin' and isinstance(
-      self.callback, keras.callbacks.BackupAndRestore
-    )
-    is_checked = (
-      # Keras's own change nothing, and a learning rate is read for each batch.
-      type(self.callback) not in _CHANGE_NOTHING
-      and not shares
-      and workers_lib.link_of(self._strategy()) is not None
-    )
-    before = self._decisions() if is_checked else None
-    getattr(self.callback, event)(*args)
-    if is_checked and self._decisions() != before:
-      raise _changes_training(self.callback)
+    if self._tell_chief():
+      before = self._decisions()
+      getattr(self.callback, event)(*args)
+      if self._decisions() != before:
+        raise _changes_training(self.callback)
 
   def _decisions(self):
-    """Returns the state of training that callbacks change and all workers must share."""
+    """Returns the state of training that callbacks change and all workers must share.
+
+    None if there are no other workers, and for Keras's own, which change nothing: a
+    learning rate would be read for each batch.
+    """
+    has_others = workers_lib.link_of(self.model.distribute_strategy) is not None
+    if not has_others or type(self.callback) in _CHANGE_NOTHING:
+      return None
     return self.model.stop_training, _rate_of(self.model)
 
 
@@ -184,7 +180,7 @@ class _FilesOfChief(ChiefOnly):
 
   def _call(self, event, *args):
     super()._call(event, *args)
-    extended = self._strategy().extended
+    extended = self.model.distribute_strategy.extended
     is_other = not extended.should_checkpoint
     saves = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
     if extended.state_shards is not None and is_other and saves:
