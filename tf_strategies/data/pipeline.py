@@ -310,7 +310,10 @@ class FileReader:
     self._prepare_fn = prepare_fn
     self._paths = source.paths[plan.files]
     self._counts = source.counts[plan.files]
-    self.num_examples = sum(self._counts)
+    self.num_examples = n = sum(self._counts)
+    wanted = plan.options.shuffle_buffer
+    # tf.data wants a buffer of at least 1; `check_share` reports an empty split.
+    self._buffer = max(1, n if wanted is None else min(wanted, n))
     self._cached = None
     if plan.options.cache != 'none':
       # Made once: all passes read it.
@@ -321,9 +324,7 @@ class FileReader:
     examples = self._cached
     if examples is None:
       examples = self._read(number)
-    return self.plan.shuffle(
-      examples, number, self.plan.buffer_for(self.num_examples)
-    )
+    return self.plan.shuffle(examples, number, self._buffer)
 
   def decode(self, batch: Any) -> Any:
     """Returns the examples of a batch of records, or of parsed examples."""
@@ -338,7 +339,7 @@ class FileReader:
     """Returns the records of pass `number`; None keeps the order of the files."""
     n = self.num_examples
     paths = tf.data.Dataset.from_tensor_slices(list(self._paths))
-    if number is not None and self.plan.buffer_for(n) < n:
+    if number is not None and self._buffer < n:
       # A buffer that is smaller than the split mixes neighbours only, so the
       # files take turns in being neighbours.
       paths = self.plan.shuffle(paths, number, buffer=len(self._paths))

@@ -9,6 +9,8 @@ from tf_strategies.data import shuffle
 from tf_strategies.data.options import PipelineOptions
 
 _ALL = slice(0, None, 1)
+# Not 0: TensorFlow would compare the seed of the pass too, which is a tensor.
+_SEED_OF_GRAPH = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +56,20 @@ class PipelinePlan:
     size = self.batch_size
     return n // size if self.drop_remainder else -(-n // size)
 
-  def buffer_for(self, n: int) -> int:
-    """Returns the size of the shuffle buffer for a split of `n` examples."""
-    wanted = self.options.shuffle_buffer
-    # tf.data wants a buffer of at least 1; `check_share` reports an empty split.
-    return max(1, n if wanted is None else min(wanted, n))
-
   def shuffle(
     self, dataset: tf.data.Dataset, number: int | tf.Tensor, buffer: int
   ) -> tf.data.Dataset:
-    """Returns the dataset in the order of pass `number`, if it is shuffled."""
+    """Returns the dataset in the order of pass `number`, if it is shuffled.
+
+    It is called in a function of tf.data.
+    """
     if not self.is_shuffled:
       return dataset
-    return shuffle.shuffle(dataset, buffer, self.options.seed, number)
+    # That of this function's graph, in place of the program's.
+    tf.random.set_seed(_SEED_OF_GRAPH)
+    key = shuffle.pass_seed(self.options.seed, number)
+    seed = tf.random.stateless_uniform([], key, 0, 2**31 - 1, tf.int64)
+    return dataset.shuffle(buffer, seed, reshuffle_each_iteration=False)
 
   def check_share(self, n: int, across_passes: bool = False) -> None:
     """Raises a DataError if `n` examples make no batch of this pipeline.

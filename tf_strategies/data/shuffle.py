@@ -9,26 +9,9 @@ import tensorflow as tf
 # The number that TensorFlow puts beside the seed of an op where no global seed is
 # set.
 _GLOBAL_SEED = 87654321
-# Not 0: TensorFlow would compare the seed of the pass too, which is a tensor.
-_SEED_OF_GRAPH = 1
 # tf.data takes this pair for no seed. Its Python functions would put the seed of
 # `tf.random.set_seed` there.
 _NO_SEED = (0, 0)
-
-
-def shuffle(
-  dataset: tf.data.Dataset,
-  buffer_size: int,
-  seed: int | None,
-  number: int | tf.Tensor,
-) -> tf.data.Dataset:
-  """Returns the dataset in the order of pass `number`, in a function of tf.data."""
-  # That of this function's graph, in place of the program's.
-  tf.random.set_seed(_SEED_OF_GRAPH)
-  own = tf.random.stateless_uniform(
-    [], pass_seed(seed, number), 0, 2**31 - 1, tf.int64
-  )
-  return dataset.shuffle(buffer_size, own, reshuffle_each_iteration=False)
 
 
 def random_number(seed: int | None) -> tf.data.Dataset:
