@@ -56,8 +56,6 @@ class Files:
     option_checks.check_function('parse_fn', parse_fn)
     option_checks.check_function('decode_fn', decode_fn, or_none=True)
     self.paths = _find(paths)
-    if counts is None:
-      counts = self._count()
     is_list = isinstance(counts, Sequence | np.ndarray)
     option_checks.check(
       is_list and not isinstance(counts, str | bytes),
@@ -85,10 +83,6 @@ class Files:
 
   def __len__(self) -> int:
     return self.num_examples
-
-  def _count(self) -> Sequence[int] | None:
-    """Returns the numbers of records, if the format tells them."""
-    return None
 
 
 @option_checks.has_options
@@ -138,10 +132,10 @@ class TFRecords(Files):
       parse_fn = lambda records: tf.io.parse_example(records, schema)  # noqa: E731
     # Looked up when it is called: slow storage may be simulated.
     read_fn = lambda path: tf.data.TFRecordDataset(path)  # noqa: E731
+    if counts is None:
+      paths = _find(paths)
+      counts = [count_records(path) for path in paths]
     super().__init__(paths, read_fn, parse_fn, counts, decode_fn=decode_fn)
-
-  def _count(self) -> Sequence[int]:
-    return [count_records(path) for path in self.paths]
 
 
 def count_records(path: str) -> int:
@@ -168,18 +162,16 @@ def count_records(path: str) -> int:
         length = _HEADER.unpack(header)[0] if len(header) == 12 else size
         end = position + _HEADER.size + length + _FOOTER_BYTES
         if end > size:
-          raise errors.DataError(
-            f'{path}: Expected a complete TFRecord file, got one that is '
-            f'truncated or corrupt in record {count} at byte {position}. Fix: '
-            'write it again.'
+          raise OSError(
+            f'it is truncated or corrupt in record {count} at byte {position}'
           )
         f.seek(end)
         position = end
         count += 1
   except (OSError, tf.errors.OpError) as e:
     raise errors.DataError(
-      f'{path}: Expected a TFRecord file, got one that cannot be read ({e}). '
-      'Fix: check the path and its permissions.'
+      f'{path}: Expected a complete TFRecord file, got one that cannot be read: '
+      f'{e}. Fix: check the path and its permissions, or write the file again.'
     ) from e
   return count
 
