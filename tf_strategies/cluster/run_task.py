@@ -155,13 +155,11 @@ class _Stay:
 
 def _serve(cluster: config.ClusterConfig) -> NoReturn:
   """Runs a TensorFlow server at this task's address until a signal comes."""
-  unanswered = 0
+  chief = {'chief 0': cluster.jobs['chief'][0]}
 
   def has_chief_gone() -> bool:
-    nonlocal unanswered
-    is_silent = reachability.unreachable({'chief 0': cluster.jobs['chief'][0]})
-    unanswered = unanswered + 1 if is_silent else 0
-    return unanswered >= _PROBES_TILL_GONE
+    probes = (reachability.unreachable(chief) for _ in range(_PROBES_TILL_GONE))
+    return all(probes)  # Until one is answered.
 
   # TensorFlow takes seconds to load, and a signal may come meanwhile.
   if threading.current_thread() is threading.main_thread():

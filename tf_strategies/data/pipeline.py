@@ -185,7 +185,9 @@ def _batches(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
   n = len(range(reader.num_examples)[plan.examples])
   across_passes = plan.drop_remainder and steps_per_epoch is not None
   plan.check_share(n, across_passes)
-  per_pass = plan.num_batches(n)
+  per_pass = (
+    n // plan.batch_size if plan.drop_remainder else -(-n // plan.batch_size)
+  )
   first, count, size = 0, per_pass, 1
   if epochs is not None:
     steps = steps_per_epoch or per_pass

@@ -51,11 +51,6 @@ class PipelinePlan:
       examples = examples.shard(self.examples.step, self.examples.start)
     return examples.batch(self.batch_size, drop_remainder=self.drop_remainder)
 
-  def num_batches(self, n: int) -> int:
-    """Returns how many batches n examples of this pipeline make."""
-    size = self.batch_size
-    return n // size if self.drop_remainder else -(-n // size)
-
   def shuffle(
     self, dataset: tf.data.Dataset, number: int | tf.Tensor, buffer: int
   ) -> tf.data.Dataset:
