@@ -271,7 +271,13 @@ class Checkpointer:
     contents = _read_manifest(os.path.join(path, _MANIFEST))
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:
-      _verify(file, contents['sha256'])
+      digest = hashlib.sha256()
+      while block := file.read(_BLOCK_BYTES):
+        digest.update(block)
+      if digest.hexdigest() != contents['sha256']:
+        raise errors.DataError(
+          f'{_ARRAYS} differs from the checksum in {_MANIFEST}'
+        )
     except BaseException:
       file.close()
       raise
@@ -380,13 +386,3 @@ def _read_manifest(path: str) -> dict[str, Any]:
       f'{contents["format"]}, expected {_FORMAT}'
     )
   return contents
-
-
-def _verify(file: BinaryIO, expected: str) -> None:
-  digest = hashlib.sha256()
-  while block := file.read(_BLOCK_BYTES):
-    digest.update(block)
-  if digest.hexdigest() != expected:
-    raise errors.DataError(
-      f'{_ARRAYS} differs from the checksum in {_MANIFEST}'
-    )

@@ -286,7 +286,11 @@ class VariableAccess:
     gathered = {}
     for name, variable in variables.items():
       if has_parts(variable):
-        gathered[name] = self._gather(variable)
+        with tf.device('CPU:0'):
+          parts = tf.stack([p.read_value() for p in self._parts(variable)])
+        if self.workers is not None:
+          parts = self.workers.all_gather(parts, 'checkpoint/parts')
+        gathered[name] = parts.numpy()
       elif is_divided(variable):
         whole = value_of(variable).numpy()
         if self.is_chief:
@@ -296,20 +300,24 @@ class VariableAccess:
       for k, v in variables.items()
     )
 
-  def _gather(self, variable) -> np.ndarray:
-    with tf.device('CPU:0'):
-      parts = tf.stack([p.read_value() for p in self._parts(variable)])
-    if self.workers is not None:
-      parts = self.workers.all_gather(parts, 'checkpoint/parts')
-    return parts.numpy()
-
   def write(self, variable: keras.Variable, array: np.ndarray) -> None:
     """Assigns a variable its array, in this process alone."""
-    if has_parts(variable):
-      self._write_parts(variable, array)
-    else:
+    if not has_parts(variable):
       with self._strategy.scope():
         variable.assign(array)
+      return
+    parts = self._parts(variable)
+    rank, world_size = 0, 1
+    if self.workers is not None:
+      rank, world_size = self.workers.rank, self.workers.world_size
+    count = len(parts) * world_size
+    if len(array) != count:  # Of another number of replicas.
+      reduction = _reduction(variable)
+      value = reduce_parts(array, reduction)
+      array = np.zeros([count, *value.shape], value.dtype)
+      array[: count if reduction == 'mean' else 1] = value
+    for part, value in zip(parts, array[rank * len(parts) :], strict=False):
+      part.assign(value)
 
   def share(
     self,
@@ -328,20 +336,6 @@ class VariableAccess:
         tensor = tf.constant(array)
         array = self.workers.from_chief(tensor, 'checkpoint/parts').numpy()
       yield name, array
-
-  def _write_parts(self, variable, array) -> None:
-    parts = self._parts(variable)
-    rank, world_size = 0, 1
-    if self.workers is not None:
-      rank, world_size = self.workers.rank, self.workers.world_size
-    count = len(parts) * world_size
-    if len(array) != count:  # Of another number of replicas.
-      reduction = _reduction(variable)
-      value = reduce_parts(array, reduction)
-      array = np.zeros([count, *value.shape], value.dtype)
-      array[: count if reduction == 'mean' else 1] = value
-    for part, value in zip(parts, array[rank * len(parts) :], strict=False):
-      part.assign(value)
 
   def _parts(self, variable):
     return self._strategy.experimental_local_results(value_of(variable))

@@ -133,7 +133,13 @@ class Ownership:
       OSError: the file cannot be written.
     """
     if self._descriptor is not None and self._is_at_path(self._descriptor):
-      self._check_is_owner(self._descriptor)
+      found = _read(self._descriptor)
+      if found and not is_of_this_process(found):
+        raise errors.TakenOverError(
+          f'Expected this process, {os.getpid()} on {socket.gethostname()}, to '
+          f'be the only writer of {self._directory}, got {describe(found)}. Fix: '
+          'give each job a directory of its own.'
+        )
     else:
       self.release()
       os.makedirs(self._directory, exist_ok=True)
@@ -197,17 +203,6 @@ class Ownership:
       return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
     except FileNotFoundError:
       return False
-
-  def _check_is_owner(self, descriptor: int) -> None:
-    """Raises TakenOverError if another process has written the owner file."""
-    found = _read(descriptor)
-    if not found or is_of_this_process(found):
-      return
-    raise errors.TakenOverError(
-      f'Expected this process, {os.getpid()} on {socket.gethostname()}, to be '
-      f'the only writer of {self._directory}, got {describe(found)}. Fix: '
-      'give each job a directory of its own.'
-    )
 
 
 def _write(descriptor: int, owner: dict[str, Any]) -> None:

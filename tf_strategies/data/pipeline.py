@@ -99,11 +99,23 @@ def make_dataset(
     >>> bool((whole[2] == resumed[0]).numpy().all())
     True
   """
-  _check_types(
+  option_checks.check_type(
+    'options',
     options,
-    training,
-    {'prepare_fn': prepare_fn, 'augment_fn': augment_fn, 'map_fn': map_fn},
+    PipelineOptions,
+    'tfs.data.PipelineOptions',
+    'write tfs.data.PipelineOptions(global_batch_size=256)',
+  )
+  option_checks.check_bool('training', training, 'write True or False')
+  option_checks.check_function('prepare_fn', prepare_fn, or_none=True)
+  option_checks.check_function('augment_fn', augment_fn, or_none=True)
+  option_checks.check_function('map_fn', map_fn, or_none=True)
+  option_checks.check_type(
+    'input_context',
     input_context,
+    (tf.distribute.InputContext, type(None)),
+    'a tf.distribute.InputContext, or None',
+    'pass what strategy.distribute_datasets_from_function passes',
   )
   position = _check_span(epochs, start, steps_per_epoch)
   alone = tf.distribute.InputContext()
@@ -119,26 +131,6 @@ def make_dataset(
       context.num_input_pipelines, context.input_pipeline_id
     )
   return _load(batches, reader, augment_fn if training else None, map_fn)
-
-
-def _check_types(options, training, functions, input_context):
-  option_checks.check_type(
-    'options',
-    options,
-    PipelineOptions,
-    'tfs.data.PipelineOptions',
-    'write tfs.data.PipelineOptions(global_batch_size=256)',
-  )
-  option_checks.check_bool('training', training, 'write True or False')
-  for name, function in functions.items():
-    option_checks.check_function(name, function, or_none=True)
-  option_checks.check_type(
-    'input_context',
-    input_context,
-    (tf.distribute.InputContext, type(None)),
-    'a tf.distribute.InputContext, or None',
-    'pass what strategy.distribute_datasets_from_function passes',
-  )
 
 
 def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
