@@ -309,9 +309,17 @@ class FileReader:
     # tf.data wants a buffer of at least 1; `check_share` reports an empty split.
     self._buffer = max(1, n if wanted is None else min(wanted, n))
     self._cached = None
-    if plan.options.cache != 'none':
+    if plan.options.cache == 'memory':
+      examples = self._read().batch(_PREPARE_BATCH)
+      examples = examples.map(
+        self._parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+      )
+      # The cache, like the shuffle after it, works on examples: a cache of
+      # batches would keep the same examples together for ever.
+      examples = examples.unbatch()
+      examples = examples.apply(tf.data.experimental.assert_cardinality(n))
       # Made once: all passes read it.
-      self._cached = self._cache()
+      self._cached = examples.cache()
 
   def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
     """Returns the records of a pass."""
@@ -347,16 +355,3 @@ class FileReader:
       deterministic=True,
     )
     return records.apply(tf.data.experimental.assert_cardinality(n))
-
-  def _cache(self) -> tf.data.Dataset:
-    records = self._read()
-    examples = records.batch(_PREPARE_BATCH).map(
-      self._parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-    )
-    # The cache, like the shuffle after it, works on examples: a cache of
-    # batches would keep the same examples together for ever.
-    examples = examples.unbatch()
-    examples = examples.apply(
-      tf.data.experimental.assert_cardinality(self.num_examples)
-    )
-    return examples.cache()
