@@ -37,7 +37,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import _tf_internal
-from tf_strategies.keras.tables import dynamic_embedding
+from tf_strategies.keras.tables import dynamic_embedding, row_table
 from tf_strategies.strategies.parameter_server import partitioned, variables
 
 WIDTH = 64
@@ -191,13 +191,14 @@ def _writes_can_be_held(directory: str) -> None:
       slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     return real(self, slices, *args, **options)
 
-  real_updated = partitioned.ServerShard.updated
+  real_lookup = partitioned.ServerShard._lookup
   real_store = partitioned.ServerShard.store
 
-  def updated(self, ids, *args, **options):
-    # An initializer of rows may also contain a loop.
-    ids = _hold(directory, f'loop {self.server}', tf.reduce_sum(ids), ids)
-    return real_updated(self, ids, *args, **options)
+  def lookup(self, column, ids):
+    if column != row_table.ROWS:  # The state of an optimizer: in updates only.
+      # An initializer of rows may also contain a loop.
+      ids = _hold(directory, f'loop {self.server}', tf.reduce_sum(ids), ids)
+    return real_lookup(self, column, ids)
 
   def store(self, ids, values):
     if tf.executing_eagerly():
@@ -213,7 +214,7 @@ def _writes_can_be_held(directory: str) -> None:
     return real_store(self, ids, values)
 
   variables.ServerVariable.scatter_add = scatter_add
-  partitioned.ServerShard.updated = updated
+  partitioned.ServerShard._lookup = lookup
   partitioned.ServerShard.store = store
 
 
