@@ -156,7 +156,7 @@ class Job(elastic_members.Members):
   @property
   def position(self) -> Position:
     """Completed epochs, and completed batches of the next one."""
-    self._communicator.join()
+    self._communicator.join_group()
     return self._state.position
 
   def run(self, train_fn: Callable[[Job], Any], make_strategy: Callable) -> Any:
@@ -207,7 +207,7 @@ class Job(elastic_members.Members):
       MembershipChange: other workers wait to join; `run` handles it.
     """
     position = Position.checked(epoch, step)
-    self._communicator.join()
+    self._communicator.join_group()
     self._state.move(*position)
     self._let_in()
 

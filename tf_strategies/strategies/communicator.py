@@ -10,14 +10,17 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.cross_device import base, executor
+from tf_strategies.spmd import exchange
+from tf_strategies.spmd.site import at_each
 from tf_strategies.strategies.mirrored import run_context
 
 
-class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
+class Communicator(exchange.Exchange, tf.distribute.CrossDeviceOps, abc.ABC):
   """The workers of a job, as seen by one of them.
 
-  It is a cross-device op of all devices of all workers. Unlike TensorFlow's ops, it
-  does not check destinations, and it calls the other workers for a single value too.
+  It is a cross-device op of all devices of all workers, and the exchange in which their
+  replicas meet. Unlike TensorFlow's ops, it does not check destinations, and it calls
+  the other workers for a single value too.
 
   Every method that takes tensors works in a graph and eagerly, and is a
   collective: all workers call it in the same order with tensors of the same
@@ -34,7 +37,8 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
   is_elastic: bool = False
 
   def __init__(self, devices: Sequence[str]):
-    super().__init__()
+    tf.distribute.CrossDeviceOps.__init__(self)
+    exchange.Exchange.__init__(self, self)
     self._devices = tuple(devices)
 
   @property
@@ -78,23 +82,6 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Concatenates tensors along axis 0, of which the lengths may differ."""
 
-  def gather(
-    self, parts: Sequence[tf.Tensor], axis: int, name: str
-  ) -> tf.Tensor:
-    """Concatenates tensors of any dtype of all devices of all workers.
-
-    Args:
-      parts: a tensor of each local device. Lengths along `axis` may differ.
-      axis: the axis, counted from either end.
-      name: name of the collective.
-    """
-    with tf.device('CPU:0'):
-      local = tf.concat(parts, axis)
-      rank = local.shape.rank
-      order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
-      gathered = self._gather_rows(tf.transpose(local, order), name)
-      return tf.transpose(gathered, [order.index(i) for i in range(rank)])
-
   def _gather_rows(self, local: tf.Tensor, name: str) -> tf.Tensor:
     """Concatenates tensors of any dtype along axis 0. Links send numbers only."""
     if local.dtype == tf.bool:
@@ -128,6 +115,29 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
     """
     workers_lib.check_same(answers, what, fix)
 
+  # As an exchange; see also `spmd.exchange`.
+
+  def add(self, columns, sites, gradients):
+    """See base class."""
+    sums = self.all_reduce(columns, 'reduce', gradients)
+    return at_each(
+      sites, lambda site: [tf.identity(t) for t in sums[site.replica or 0]]
+    )
+
+  def first(self, value, like, sites):
+    """See base class. Only the first worker has a value."""
+    shape = like.shape
+    with tf.device('CPU:0'):
+      sizes = tf.zeros([0], tf.int32) if value is None else tf.shape(value)
+      value = tf.zeros([0], like.dtype) if value is None else value
+      flat = self._gather(tf.reshape(value, [-1]), 'CPU:0', 0)
+      if shape.is_fully_defined():
+        sizes = shape
+      else:
+        sizes = self.all_gather(sizes, 'first/shape')
+      result = tf.ensure_shape(tf.reshape(flat, sizes), shape)
+    return at_each(sites, lambda _: tf.identity(result))
+
   # As a cross-device op.
 
   def batch_reduce(self, reduce_op, value_destination_pairs, options=None):
@@ -154,8 +164,13 @@ class Communicator(tf.distribute.CrossDeviceOps, abc.ABC):
     """See base class. A value that belongs to no replica is gathered once."""
     del options
     value = run_context.per_replica(None, per_replica_value, 1)
-    parts = base.as_tensors(value).values
-    gathered = self.gather(parts, axis, f'gather/axis_{axis}')
+    with tf.device('CPU:0'):
+      local = tf.concat(base.as_tensors(value).values, axis)
+      rank = local.shape.rank
+      order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
+      local = tf.transpose(local, order)
+      gathered = self._gather_rows(local, f'gather/axis_{axis}')
+      gathered = tf.transpose(gathered, [order.index(i) for i in range(rank)])
     return self._copied([gathered], value, destinations)
 
   def _sum_dense(self, values, count, names):

@@ -52,7 +52,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     return super()._first_replica if self.communicator.is_member else 0
 
   def _call_for_each_replica(self, fn, args, kwargs):
-    self.communicator.join()
+    self.communicator.join_group()
     return super()._call_for_each_replica(fn, args, kwargs)
 
   def _shares_first_value(self, options):
@@ -100,7 +100,7 @@ class GuardedStep:
   def __call__(self, iterator):
     """Does `steps_per_execution` steps. Raises StopIteration without a batch."""
     _keras_internal.note_call()
-    self._extended.communicator.join()
+    self._extended.communicator.join_group()
     outputs, kind = None, self._kind
     for i in range(self._model.steps_per_execution):
       try:

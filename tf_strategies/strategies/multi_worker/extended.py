@@ -14,7 +14,7 @@ from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.multi_worker import input as input_lib
-from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
+from tf_strategies.strategies.multi_worker import local_steps
 
 
 class MultiWorkerExtended(
@@ -139,7 +139,7 @@ class MultiWorkerExtended(
 
   def exchange(self):
     """See base class."""
-    return worker_exchange.WorkerExchange(self.communicator)
+    return self.communicator
 
   def _get_cross_device_ops(self, value):
     if self._num_replicas_in_sync > len(self._devices):

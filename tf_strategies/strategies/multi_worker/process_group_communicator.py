@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, process_group
 from tf_strategies.cross_device import packing
-from tf_strategies.spmd import kinds, pieces
+from tf_strategies.spmd import pieces
+from tf_strategies.spmd.site import at_each
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.multi_worker import collective_queue
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -49,7 +50,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     super().__init__(devices)
     self.membership = membership
     self.is_elastic = membership is not None
-    self._queue = collective_queue.CollectiveQueue(group, self.join)
+    self._queue = collective_queue.CollectiveQueue(group, self.join_group)
     with tf.init_scope(), tf.device('CPU:0'):
       # Of no strategy, as the queue's token.
       self._place = _tf_internal.ResourceVariable(
@@ -62,7 +63,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """Returns whether this worker is in a group."""
     return self._queue.group is not None
 
-  def join(self) -> None:
+  def join_group(self) -> None:
     """Makes this worker a member of a group, if it is in none."""
     if not self.is_member:
       with tf.init_scope():
@@ -76,7 +77,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
   @property
   def group(self) -> process_group.ProcessGroup:
     """Returns the current process group of the workers; joins one first."""
-    self.join()
+    self.join_group()
     return self._queue.group
 
   @property
@@ -171,23 +172,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
   # Pieces are in the order of replicas: those of one worker's devices lie behind
   # each other. A reduce-scatter and an all-gather send as much as an all-reduce.
 
-  def scatter_pieces(
-    self,
-    columns: Sequence[Sequence[tf.Tensor]],
-    shard: kinds.Shard,
-    are_gradients: bool,
-  ) -> list[list[tf.Tensor]]:
-    """Sums tensors of all devices of all workers, and divides the sums.
-
-    Args:
-      columns: for each local device its tensors.
-      shard: how the sums are divided.
-      are_gradients: whether the tensors are gradients, which may be rounded on
-        their way.
-
-    Returns:
-      For each local device its pieces. None is there before all are.
-    """
+  def scatter(self, columns, shard, sites, are_gradients):
+    """See base class. None of the pieces is there before all are."""
+    del sites
     count, tensors = len(columns), self._sum_on_first(columns)
     with tf.device(self._devices[0]):
       wires = [self._to_wire(t, are_gradients) for t in tensors]
@@ -212,17 +199,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
         )
     return mine
 
-  def join_pieces(
-    self, columns: Sequence[Sequence[tf.Tensor]]
-  ) -> list[tf.Tensor]:
-    """Brings the pieces of all devices of all workers to this one.
-
-    Args:
-      columns: for each local device its pieces.
-
-    Returns:
-      For each of them a matrix whose rows are the pieces of all replicas.
-    """
+  def join(self, columns, shapes, sites):
+    """See base class."""
     count = len(columns) * self.world_size
     with tf.device(self._devices[0]):
       rows = [
@@ -230,15 +208,14 @@ class ProcessGroupCommunicator(communicator.Communicator):
         for row in zip(*columns, strict=True)
       ]
       names = _names(columns[0])
-      return self._send(
+      whole = self._send(
         'all_gather', 'pieces', rows, names, count, count, are_equal=True
       )
+    return at_each(sites, lambda _: list(map(pieces.joined, whole, shapes)))
 
   def _to_wire(self, tensor: tf.Tensor, is_gradient: bool) -> tf.Tensor:
     """Returns a tensor in the dtype in which it travels."""
     compression = self._options.compression
-    if tensor.dtype == tf.bool:
-      return tf.cast(tensor, tf.uint8)
     is_wide = tensor.dtype in (tf.float32, tf.float64)
     if is_gradient and is_wide and compression != 'none':
       return tf.cast(tensor, compression)
