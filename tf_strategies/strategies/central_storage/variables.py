@@ -19,7 +19,7 @@ ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 class CentralVariable(mirrored_variables.MirroredVariable):
   """A "mirrored" variable with one copy for all replicas."""
 
-  is_central = True
+  is_central = True  # All replicas share one copy.
 
   def _get_replica(self, replica_id):
     del replica_id

@@ -9,6 +9,7 @@ same pieces (a reduce-scatter), and updates as a whole (an all-gather).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -128,8 +129,6 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     shard: how the variable is cut.
   """
 
-  is_central = False
-
   def __init__(self, extended, values, shape, shard, name):
     self.values, self.shard = tuple(values), shard
     self._extended = extended
@@ -140,11 +139,6 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
       name=name,
       distribute_strategy=extended._container_strategy(),
     )
-
-  @classmethod
-  def _variable_call(cls, *args, **kwargs):
-    """Returns None: TensorFlow asks whether to create another kind of variable."""
-    del cls, args, kwargs
 
   def __repr__(self):
     return (
@@ -178,29 +172,22 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     [[whole]] = self._extended.exchange().join(columns, [self.shape], [site])
     return whole
 
-  def _write(self, name, value, **kwargs):
+  def _write(self, method, value, *args, **kwargs):
     """Calls a method of the traced variable, or of each piece with its part."""
     value = tf.convert_to_tensor(value, self.dtype)
     if self._is_traced():
-      return getattr(super(), name)(value, **kwargs)
+      return getattr(super(), method)(value, *args, **kwargs)
     self.shape.assert_is_compatible_with(value.shape)
     for replica, copy in enumerate(self.values):
       with tf.device(copy.device):
         place = self._extended.places[replica]
-        getattr(copy, name)(pieces.cut(value, self.shard, place))
+        getattr(copy, method)(pieces.cut(value, self.shard, place))
     return self
 
-  def assign(self, value, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign`."""
-    return self._write('assign', value, read_value=read_value)
-
-  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_add`."""
-    return self._write('assign_add', delta, read_value=read_value)
-
-  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_sub`."""
-    return self._write('assign_sub', delta, read_value=read_value)
+  # They do the same as those of `tf.Variable`.
+  assign = functools.partialmethod(_write, 'assign')
+  assign_add = functools.partialmethod(_write, 'assign_add')
+  assign_sub = functools.partialmethod(_write, 'assign_sub')
 
   # Rows of one replica's slices are in the pieces of others, so the deltas are
   # added densely.

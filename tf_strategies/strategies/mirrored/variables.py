@@ -67,9 +67,6 @@ class MirroredVariable(_Distributed, _tf_internal.MirroredVariable):
   every replica. Each replica therefore writes its own copy.
   """
 
-  # Whether all replicas share one copy.
-  is_central = False
-
   def _update_replica(self, update_fn, value, **kwargs):
     first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
     extended = self.distribute_strategy.extended
