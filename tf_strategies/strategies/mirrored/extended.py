@@ -241,7 +241,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     step = _keras_internal.step_of(fn)
     if step is not None and self.splits_steps:
       [data] = args
-      return self._model_step(step).run(step.run, data)
+      return self._model_step(step).run(data)
     if isinstance(fn, tf.types.experimental.PolymorphicFunction):
       return self._call_function(fn, args, kwargs)
     self._check_compiled()
@@ -262,7 +262,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     return _trimmed(run.sites, self._call_in_run(run, fn, args, kwargs))
 
   def _model_step(self, step):
-    return whole_batch.WholeStep(self, step.kind, step.compiles)
+    return whole_batch.WholeStep(self, step)
 
   # Methods that a model's step calls, when run for the whole batch.
 

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import scope_checks
 from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import exchange as exchange_lib
@@ -135,29 +135,28 @@ class WholeStep:
 
   _stream = 0
 
-  def __init__(self, extended, kind: str, compiles: bool = False):
-    self._extended, self._compiles = extended, compiles
-    self._kind = kind
+  def __init__(self, extended, step: _keras_internal.KerasStep):
+    self._extended, self._step = extended, step
     self._devices = extended.worker_devices
     self._strategy = extended._container_strategy()
     # Variables that a failed step may already have written.
     self.written_early: list[Any] = []
 
-  def run(self, fn: Callable[[Any], Any], data):
-    """Computes `fn(data)` with all replicas, as one device would.
+  def run(self, data):
+    """Computes the step with all replicas, as one device would.
 
     `data` is a structure of distributed or whole batches. Results are tensors,
     not distributed values.
     """
     leaves = tf.nest.flatten(data)
     if tf.executing_eagerly():
-      return self._run_eagerly(fn, data, leaves)
+      return self._run_eagerly(data, leaves)
     specs = [spec_of(leaf) for leaf in leaves]
     sites = self._sites(leaves)
     try:
-      graph = self._trace(fn, data, leaves, specs)
+      graph = self._trace(data, leaves, specs)
     except (AssertionError, TypeError, ValueError) as error:
-      specs, graph = self._trace_with_length(fn, data, leaves, specs, error)
+      specs, graph = self._trace_with_length(data, leaves, specs, error)
       planned = self._plan(graph, leaves, specs, sites, is_whole=True)
     else:
       try:
@@ -169,7 +168,7 @@ class WholeStep:
     early = planned.meet_first(wanted, self._extended.applies_all_or_none)
     self.written_early = [r.variable for r in early if r.variable is not None]
     compiled = frozenset()
-    if self._compiles:
+    if self._step.compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
     emitter = emit.Emitter(planned, sites, self._exchange(), compiled)
     [results] = emitter.run(wanted, sites[:1])
@@ -196,11 +195,11 @@ class WholeStep:
     logging.warning(
       'Each replica computes all rows of the batch of a %s step. Results are correct, '
       'but not faster than on one device: %s',
-      self._kind,
+      self._step.kind,
       reason,
     )
 
-  def _trace_with_length(self, fn, data, leaves, specs, error):
+  def _trace_with_length(self, data, leaves, specs, error):
     """Returns the specs and the graph of a step that needs the length of the batch.
 
     Raises:
@@ -220,13 +219,13 @@ class WholeStep:
 
     specs = [with_length(spec) for spec in specs]
     try:
-      graph = self._trace(fn, data, leaves, specs)
+      graph = self._trace(data, leaves, specs)
     except Exception:
       raise error from None
     fix = 'read keras.ops.shape(x)[0] or tf.shape(x)[0] instead of x.shape[0]'
     if known is None:
       raise errors.UnsupportedOptionError(
-        f'a {self._kind} step that needs the length of a batch before it runs '
+        f'a {self._step.kind} step that needs the length of a batch before it runs '
         f'({error!r})',
         'a length that the step reads when it runs',
         fix,
@@ -236,7 +235,7 @@ class WholeStep:
     )
     return specs, graph
 
-  def _trace(self, fn, data, leaves, specs):
+  def _trace(self, data, leaves, specs):
     def step(tensors):
       tensors = iter(tensors)
       given = [
@@ -249,14 +248,14 @@ class WholeStep:
         scope_checks.optimizers_checked(self._strategy),
       ):
         # A returned variable is read here, as one device's.
-        return tf.nest.map_structure(_read, fn(given))
+        return tf.nest.map_structure(_read, self._step.run(given))
 
     step = tf.autograph.experimental.do_not_convert(step)
     return _tf_internal.trace(
-      f'{self._kind}_step', step, [[s for s in specs if s is not None]]
+      f'{self._step.kind}_step', step, [[s for s in specs if s is not None]]
     )
 
-  def _run_eagerly(self, fn, data, leaves):
+  def _run_eagerly(self, data, leaves):
     """Runs a step in Python. Replicas cannot share it, so each computes all of it."""
     leaves = [
       tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -269,7 +268,7 @@ class WholeStep:
       self._one_copy(),
       one_device(self._strategy, self._devices[0], self._stream),
     ):
-      return fn(whole)
+      return self._step.run(whole)
 
   @contextlib.contextmanager
   def _one_copy(self) -> Iterator[None]:

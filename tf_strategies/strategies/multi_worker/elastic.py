@@ -91,7 +91,7 @@ class GuardedStep:
     @tf.autograph.experimental.do_not_convert
     def compute(batch):
       with container.scope():
-        return self._step.run(step.run, batch)
+        return self._step.run(batch)
 
     self._compute = compute
     if not self._model.run_eagerly:

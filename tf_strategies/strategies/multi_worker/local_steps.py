@@ -128,13 +128,13 @@ class LocalStep(whole_batch.WholeStep):
     step: _keras_internal.KerasStep,
     optimizers: Sequence[optimizers_lib.LocalSteps],
   ):
-    super().__init__(extended, step.kind, step.compiles)
-    self._optimizers, self._step = optimizers, step
+    super().__init__(extended, step)
+    self._optimizers = optimizers
     self._outputs: Any = None  # Results of the step, once it was traced.
     # Worker 0 draws the random numbers that one device draws.
     self._stream = extended.communicator.rank
 
-  def run(self, fn, data):
+  def run(self, data):
     """Runs the step; see base class. A worker without rows skips it.
 
     Raises:
@@ -149,7 +149,7 @@ class LocalStep(whole_batch.WholeStep):
     data = tf.nest.map_structure(self._own, data)
     rows = tf.reduce_sum(self._counts_of(tf.nest.flatten(data)))
     run = super().run
-    results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
+    results = tf.cond(rows > 0, lambda: run(data), self._report)
     for optimizer in self._optimizers:
       self._extended.count_step(optimizer, rows)
     return results
@@ -190,16 +190,16 @@ class LocalStep(whole_batch.WholeStep):
   def _report(self):
     """Returns the results of a step without rows: those of metrics, or zeros."""
     model = self._step.model
-    results = model and _keras_internal.results_of(model, self._kind)
+    results = model and _keras_internal.results_of(model, self._step.kind)
     if results is not None:
       with whole_batch.one_device(self._strategy, self._devices[0]):
         return tf.nest.map_structure(tf.convert_to_tensor, results())
     return tf.nest.map_structure(_zeros, self._outputs)
 
-  def _trace(self, fn, data, leaves, specs):
+  def _trace(self, data, leaves, specs):
     self._extended.counted = self._optimizers
     try:
-      graph = super()._trace(fn, data, leaves, specs)
+      graph = super()._trace(data, leaves, specs)
     finally:
       self._extended.counted = ()
     self._outputs = graph.structured_outputs
