@@ -362,14 +362,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   # Whether every replica holds the whole value of sums such as metrics.
   holds_sums_whole = False
 
-  def captured_sums(self) -> list[tf.Variable | None]:
+  def sums(self) -> list[tf.Variable]:
     """Returns the sums over replicas, in the order of creation.
 
-    None stands for one that no function uses. Workers that share parts have the same
-    list.
+    Workers that share parts have the same list.
     """
-    sums = [reference() for reference in self._sums]
-    return [v if v is not None and v.is_captured else None for v in sums]
+    return [v for v in (r() for r in self._sums) if v is not None]
 
   def total_of(self, variable) -> tf.Tensor:
     """Returns the value, eagerly, of a variable that is a sum over replicas."""

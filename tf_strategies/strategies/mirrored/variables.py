@@ -161,8 +161,6 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   """
 
   holds_whole = False
-  # Whether a function that was traced uses it.
-  is_captured = False
 
   def hold_whole(self) -> None:
     """Makes every copy hold the sum from now on. It must still be zero.
@@ -170,7 +168,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     Raises:
       UnsupportedOptionError: if replicas already hold parts of it.
     """
-    if self.has_parts():
+    if not self.holds_whole and self.has_parts():
       raise errors.UnsupportedOptionError(
         f'{self.name!r} in an elastic job, of which a loop with strategy.run '
         'has given each replica a part',
@@ -196,7 +194,11 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     return self if read_value else written
 
   def _get_replica(self, replica_id):
-    whole_batch.note_use(self)
+    if (
+      whole_batch.is_active()
+      and self.distribute_strategy.extended.holds_sums_whole
+    ):
+      self.hold_whole()
     return super()._get_replica(replica_id)
 
   def _get_cross_replica(self):

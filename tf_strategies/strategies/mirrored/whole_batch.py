@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -34,8 +34,6 @@ from tf_strategies.strategies.mirrored import (
 class _CurrentStep(threading.local):
   is_active = False
   stream = 0
-  # Called with each sum that an eager step uses.
-  use_sum: Callable[[tf.Variable], None] | None = None
 
 
 _state = _CurrentStep()
@@ -76,16 +74,6 @@ class _OneDevice(_tf_internal.OneDeviceContext):
     """Returns `value` unchanged, because there is one replica."""
     del axis, options
     return value
-
-
-def note_use(variable: tf.Variable) -> None:
-  """Records that a function or an eager step reads or writes a sum over replicas."""
-  if not tf.executing_eagerly():
-    variable.is_captured = True
-  if _state.use_sum is not None:
-    # The step may be calling a function for the first time.
-    with tf.init_scope():
-      _state.use_sum(variable)
 
 
 @contextlib.contextmanager
@@ -274,40 +262,27 @@ class WholeStep:
   def _one_copy(self) -> Iterator[None]:
     """Makes the first copies of variables count alone inside the context.
 
-    Before an eager step first uses a sum over replicas, its first copy gets the whole
-    sum. The step may call any function, so this includes all sums that functions use.
-    The sums and their order are the same on all workers, so this may be a collective.
+    The first copy of a sum over replicas gets the whole sum. The step may call any
+    function, so this includes all sums. They and their order are the same on all
+    workers, so this may be a collective.
 
     Afterwards, the other copies are set equal to the first. Of a sum, the first process
     keeps the whole.
     """
-    extended, used = self._extended, {}
-
-    def use(variable):
-      if id(variable) in used or not variable_copies.is_sum(variable):
-        return
-      if extended.holds_sums_whole:
-        variable.hold_whole()
-      else:
-        used[id(variable)] = variable
+    extended = self._extended
+    for variable in extended.sums():
+      if not extended.holds_sums_whole:
         variable_copies.set_copies(variable, extended.total_of(variable))
-
-    for variable in filter(None, extended.captured_sums()):
-      # In an elastic job, Python code of a step refuses parts that a loop has made.
-      if not (extended.holds_sums_whole and variable.has_parts()):
-        use(variable)
-    before, _state.use_sum = _state.use_sum, use
-    try:
-      yield
-    finally:
-      _state.use_sum = before
-    if not extended.does_what_is_done_once:
-      for variable in used.values():
-        zero = tf.zeros_like(variable.values[0])
-        variable_copies.set_copies(variable, zero)
+      elif not variable.has_parts():
+        # The variable itself refuses a step that uses parts which a loop has made.
+        variable.hold_whole()
+    yield
     for variable in list(extended.by_handle.values()):
-      is_divided = 'shard' in vars(variable)
-      if not (is_divided or variable_copies.is_sum(variable)):
+      if variable_copies.is_sum(variable):
+        if not extended.does_what_is_done_once:
+          zero = tf.zeros_like(variable.values[0])
+          variable_copies.set_copies(variable, zero)
+      elif 'shard' not in vars(variable):
         variable_copies.copy_first(variable)
 
   def _whole(self, leaf, sites):

@@ -113,11 +113,11 @@ class MultiWorkerExtended(
       # The number of replicas is known, so a sum is enough.
       return self.communicator.sum(tf.pad(rows, [[before, after]]), 'rows')
 
-  def captured_sums(self):
+  def sums(self):
     """See base class. Workers collect garbage at different times."""
-    sums = super().captured_sums()
-    if not sums or self.holds_sums_whole:
-      return sums
+    if self.holds_sums_whole or not self._sums:
+      return super().sums()
+    sums = [reference() for reference in self._sums]
     exist = tf.cast([v is not None for v in sums], tf.int32)
     counts = self.communicator.sum(exist, 'metric').numpy()
     size = self.communicator.world_size
