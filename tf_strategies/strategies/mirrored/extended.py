@@ -272,36 +272,49 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
 
     `counts` is `counts_of(leaves)`.
     """
-    if counts is None:
-      return self.sites_with(self._rows_of_plain(leaves))
-    return self.sites_with(rows_of_replicas(counts, self.places))
-
-  def sites_with(self, rows_of_all) -> list[site_lib.Site]:
-    """Returns the sites of this process's replicas, which have these rows."""
-    sites = []
-    for i, rows in enumerate(rows_of_all):
-      is_chief = i == 0 and self.does_what_is_done_once
-      is_home = i == 0 and self.home_device is None
-      if self.state_shards is not None:
-        rows = dataclasses.replace(rows, place=self.places[i])
-      device = self.worker_devices[i]
-      sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
-    return sites
-
-  def _rows_of_plain(self, leaves) -> list[site_lib.ReplicaRows]:
-    """Returns the rows of this process's replicas of a batch that all replicas have."""
+    if counts is not None:
+      return self.sites_at(self.places, counts)
+    # All replicas have the whole batch.
     count, (rank, num_workers) = len(self._devices), self.place()
     batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
     with tf.device('CPU:0'):
       total = 0 if batch is None else host_input.num_rows(batch)
-      total = tf.cast(total, tf.int32)
-      found = []
-      for replica in range(count):
-        start, real = host_input.share(
-          total, rank * count + replica, num_workers * count
-        )
-        found.append(site_lib.rows_or_stand_in(real, start, total))
-    return found
+      places = num_workers * count
+      _, counts = host_input.share(
+        tf.cast(total, tf.int32), tf.range(places), places
+      )
+      mine = [rank * count + replica for replica in range(count)]
+    return self.sites_at(mine, counts)
+
+  def sites_at(self, places, counts: tf.Tensor) -> list[site_lib.Site]:
+    """Returns the sites of this process's replicas.
+
+    Args:
+      places: their places among all replicas.
+      counts: number of rows of each replica, int32 [N].
+    """
+    surely = counts.shape == [1] or _have_all_rows(counts)
+    with tf.device('CPU:0'):
+      ends = tf.cumsum(counts)
+      if counts.shape[0] is not None:  # Numbers that are known remain so.
+        counts, ends = tf.unstack(counts), tf.unstack(ends)
+      total = ends[-1]
+    sites = []
+    for i, place in enumerate(places):
+      with tf.device('CPU:0'):
+        real = counts[place]
+        start = ends[place] - real
+        if surely:
+          rows = site_lib.ReplicaRows(real, start, total, None, place == 0)
+        else:
+          rows = site_lib.rows_or_stand_in(real, start, total)
+      if self.state_shards is not None:
+        rows = dataclasses.replace(rows, place=self.places[i])
+      is_chief = i == 0 and self.does_what_is_done_once
+      is_home = i == 0 and self.home_device is None
+      device = self.worker_devices[i]
+      sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
+    return sites
 
   def counts_of(self, args) -> tf.Tensor | None:
     """Returns the numbers of rows of every replica of every worker, int32 [N].
@@ -326,7 +339,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     with tf.device('CPU:0'):
       have_rows = tf.cast(counts > 0, tf.float32)
       num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
-    sites = self.sites_of(args, counts)
+    sites = self.sites_at(self.places, counts)
     return run_context.ReplicaRun(sites, num_with_rows)
 
   @property
@@ -665,27 +678,6 @@ def _trimmed(sites: Sequence[site_lib.Site], outputs):
 def _mapped(sites, fn, value):
   """Maps each replica's site and tensor, on its device."""
   return _tf_internal.PerReplica(site_lib.at_each(sites, fn, value.values))
-
-
-def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
-  """Returns the rows of a batch that some replicas have.
-
-  Args:
-    counts: number of rows of each replica, int32.
-    places: positions of the replicas among all.
-  """
-  surely = counts.shape == [1] or _have_all_rows(counts)
-  with tf.device('CPU:0'):
-    ends, counts = tf.unstack(tf.cumsum(counts)), tf.unstack(counts)
-    found = []
-    for place in places:
-      real, total = counts[place], ends[-1]
-      start = ends[place] - real
-      if surely:
-        found.append(site_lib.ReplicaRows(real, start, total, None, place == 0))
-      else:
-        found.append(site_lib.rows_or_stand_in(real, start, total))
-  return found
 
 
 def _have_all_rows(counts) -> bool:

@@ -14,7 +14,6 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, option_checks
 from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.spmd import exchange
-from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
   run_context,
@@ -165,16 +164,14 @@ class LocalStep(whole_batch.WholeStep):
     )
 
   def _sites(self, leaves):
-    counts = self._counts_of(leaves)
     places = range(len(self._devices))
-    rows = mirrored_extended.rows_of_replicas(counts, places)
-    sites = self._extended.sites_with(rows)
+    sites = self._extended.sites_at(places, self._counts_of(leaves))
     sites[0].is_chief = True  # Each worker does the work that a step does once.
     return sites
 
   def _counts_of(self, leaves):
     """Returns the number of rows of each replica of this worker; see base class."""
-    batch = next((v for v in leaves if v is not None), None)
+    batch = host_input.first_batch(leaves)
     option_checks.check(
       batch is not None,
       'none',
