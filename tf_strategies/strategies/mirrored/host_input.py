@@ -152,9 +152,10 @@ class _HostIteratorSpec(tf.data.IteratorSpec):
 
 
 class HostDataset(_tf_internal.UnaryUnchangedStructureDataset):
-  """`dataset`, with iterators that are `HostIterator`s."""
+  """`dataset`, with iterators that are `HostIterator`s, and whose waits are recorded."""
 
   def __init__(self, dataset: tf.data.Dataset):
+    dataset = input_watch.watch(dataset)
     super().__init__(dataset, dataset._variant_tensor)  # pylint: disable=protected-access
 
   def __iter__(self):
@@ -174,13 +175,7 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
     parts = split(unwrap(dataset, batch), num_replicas, range(num_replicas))
     return per_replica(parts)
 
-  distributed = input_watch.watch(dataset.map(split_batch).prefetch(1))
-  return HostDataset(distributed)
-
-
-def whole(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """Returns a data set of batches with all rows."""
-  return HostDataset(input_watch.watch(dataset.prefetch(1)))
+  return HostDataset(dataset.map(split_batch).prefetch(1))
 
 
 def unwrap(dataset: tf.data.Dataset, batch: tuple):

@@ -66,7 +66,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
       # A `GuardedStep` compares the batches of workers.
-      return host_input.whole(dataset)
+      return host_input.HostDataset(dataset.prefetch(1))
     return super()._experimental_distribute_dataset(dataset, options)
 
   def guard_step(self, step: Callable[[Any], Any]) -> 'GuardedStep':

@@ -113,8 +113,7 @@ def _same_data(extended, dataset) -> tf.data.Dataset:
     return _with_rows(extended, batches, all_rows)
 
   dataset = dataset.enumerate().map(with_parts).prefetch(1).map(checked)
-  dataset = input_watch.watch(dataset.with_options(_on_demand()))
-  return host_input.HostDataset(dataset)
+  return host_input.HostDataset(dataset.with_options(_on_demand()))
 
 
 def _with_rows(extended, batches, all_rows):
@@ -184,8 +183,7 @@ def _own_data(extended, dataset):
   # `flat_map` does not pass on the options of its argument.
   distributed = tf.data.Dataset.range(1).flat_map(epoch)
   distributed = distributed.with_options(dataset.options())
-  distributed = distributed.with_options(_on_demand())
-  return host_input.HostDataset(input_watch.watch(distributed))
+  return host_input.HostDataset(distributed.with_options(_on_demand()))
 
 
 def _num_replicas(extended) -> int:
