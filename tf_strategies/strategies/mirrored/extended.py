@@ -45,13 +45,14 @@ class AppliesSums:
   """Sums the gradients of one step over replicas, then has them applied.
 
   Attributes:
-    applies_all_or_none: whether an update must not begin before all gradients have
-      arrived. Counting the step is a part of the update.
+    has_other_workers: whether other processes may have other values of what replicas
+      share here. Then an update, which counts the step too, must not begin before all
+      gradients have arrived: a step that fails must not have counted itself.
     most_workers: largest possible number of workers.
     state_shards: divides optimizer state among replicas, or None.
   """
 
-  applies_all_or_none: bool = False
+  has_other_workers: bool = False
   most_workers: int = 1
   state_shards: sharded_state.StateShards | None = None
   _warned_undivided = False
@@ -156,7 +157,7 @@ class AppliesSums:
 
     def apply_reduced(sums):
       before = ()
-      if self.applies_all_or_none:
+      if self.has_other_workers:
         before = tf.nest.flatten(sums, expand_composites=True)
       sums = iter(sums)
       reduced = [None if g is None else next(sums) for g in gradients]
@@ -368,8 +369,6 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """Returns whether Keras's `jit_compile='auto'` compiles. It does on GPUs."""
     return all('gpu' in device.lower() for device in self._devices)
 
-  # Whether other processes may have other values of what replicas share here.
-  has_other_workers = False
   # Whether this process does the work that must be done once.
   does_what_is_done_once = True
   # Whether every replica holds the whole value of sums such as metrics.

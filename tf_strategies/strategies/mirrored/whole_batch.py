@@ -153,7 +153,7 @@ class WholeStep:
         self._warn_of_whole(error)
         planned = self._plan(graph, leaves, specs, sites, is_whole=True)
     wanted = [(t, kinds.WHOLE) for t in planned.program.outputs]
-    early = planned.meet_first(wanted, self._extended.applies_all_or_none)
+    early = planned.meet_first(wanted, self._extended.has_other_workers)
     self.written_early = [r.variable for r in early if r.variable is not None]
     compiled = frozenset()
     if self._step.compiles:

@@ -99,9 +99,7 @@ class MultiWorkerExtended(
   # The chief also writes summaries, and does what must be done once.
   should_save_summary = _is_chief = does_what_is_done_once = should_checkpoint
 
-  # See base class. A step that fails must not have counted itself.
-
-  applies_all_or_none = has_other_workers = True
+  has_other_workers = True
 
   # Where code runs.
 
