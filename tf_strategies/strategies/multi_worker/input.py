@@ -142,10 +142,23 @@ def _own_data(extended, dataset):
 
   It ends when all workers have run out of data.
   """
-  dataset = _group_by_replicas(dataset, len(extended.worker_devices))
-  nothing = _without_rows(dataset.element_spec)
+  num_local = len(extended.worker_devices)
   steps = _keras_internal.num_steps(are_common=False)
   dataset_id = next(extended.datasets)
+
+  def counted(*element):
+    """Returns that there is data, its number of rows, and the data."""
+    batch = host_input.unwrap(dataset, element)
+    batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
+    # An element without rows counts as one.
+    rows = host_input.num_rows(batched[0]) if batched else 1
+    return True, tf.cast(rows, tf.int32), batch
+
+  def group(*window):
+    elements = tf.data.Dataset.zip(window)
+    return tf.data.Dataset.zip(
+      tuple(elements.skip(i).take(1) for i in range(num_local))
+    )
 
   def share_rows(index, has_data, rows):
     tag = f'rows/{dataset_id}/{index}'
@@ -156,9 +169,8 @@ def _own_data(extended, dataset):
       _check_steps(extended.communicator, limits)
     return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
 
-  def agree(index, element):
-    has_data, counted = element
-    rows, batches = zip(*counted, strict=True)
+  def agree(index, elements):
+    (has_data, *_), rows, batches = zip(*elements, strict=True)
     left, all_rows = tf.numpy_function(
       share_rows, [index, has_data, tf.stack(rows)], [tf.bool, tf.int32]
     )
@@ -168,11 +180,21 @@ def _own_data(extended, dataset):
       batches,
     )
 
+  elements = dataset.map(counted)
+  spec = tf.nest.map_structure(
+    _tf_internal.with_any_rows, elements.element_spec
+  )
+  # Without data and rows: numbers are False and zero.
+  nothing = tf.data.Dataset.from_tensors(_tf_internal.empty_batch(spec))
+  elements = elements.concatenate(nothing.repeat())
+  if num_local == 1:
+    grouped = elements.map(lambda *element: (element,))
+  else:
+    grouped = elements.window(num_local).flat_map(group)
+
   def epoch(_):
     return (
-      dataset.map(lambda *batches: (True, batches))
-      .prefetch(1)
-      .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
+      grouped.prefetch(1)
       .enumerate()
       .map(agree)
       .take_while(lambda left, all_rows, batches: left)
@@ -268,41 +290,3 @@ def _number_of(arrays) -> int:
     sample = np.concatenate([flat[:256], flat[-256:]]).tolist()
     value = zlib.crc32(repr([array.shape, sample]).encode(), value)
   return value
-
-
-def _without_rows(spec):
-  """Returns a structure of batches without rows that look like elements of `spec`.
-
-  A scalar, which has no rows, is zero.
-  """
-  spec = tf.nest.map_structure(_tf_internal.with_any_rows, spec)
-  return _tf_internal.empty_batch(spec)
-
-
-def _group_by_replicas(dataset, num_local: int):
-  """Groups one element per local replica in tuples, each with its number of rows.
-
-  The last may lack rows. An element without rows counts as one.
-  """
-  given = dataset
-
-  def counted(*element):
-    batch = host_input.unwrap(given, element)
-    batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
-    rows = host_input.num_rows(batched[0]) if batched else 1
-    return tf.cast(rows, tf.int32), batch
-
-  dataset = dataset.map(counted)
-  if num_local == 1:
-    return dataset.map(lambda *counted: (counted,))
-  nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))
-
-  def group(*window):
-    elements = tf.data.Dataset.zip(window)
-    return tf.data.Dataset.zip(
-      tuple(
-        elements.skip(i).concatenate(nothing).take(1) for i in range(num_local)
-      )
-    )
-
-  return dataset.window(num_local).flat_map(group)
