@@ -99,7 +99,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     """Returns the device with the variables, as a tuple of one."""
     return (self.home_device,)
 
-  def reduce_and_apply(self, gradients, apply, variables=()) -> None:
+  def reduce_and_apply(self, gradients, apply, variables) -> None:
     """Adds gradients on the parameter device, and applies them once."""
     if run_context.in_branch_of_replica():
       raise run_context.branch_error()

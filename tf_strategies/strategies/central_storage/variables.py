@@ -25,20 +25,16 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     del replica_id
     replica = run_context.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
-      self._check_compiled(replica)
+      extended = self.distribute_strategy.extended
+      device = extended.worker_devices[replica]
+      if device != self._values[0].device:
+        raise errors.UnsupportedOptionError(
+          f'{self.name!r} on {self._values[0].device} in a function with '
+          f'jit_compile=True on {device}',
+          'variables on the device for which XLA compiles',
+          extended.compiled_fix,
+        )
     return self._values[0]
-
-  def _check_compiled(self, replica):
-    """Raises if XLA compiles a function that reads this variable for another device."""
-    extended = self.distribute_strategy.extended
-    device = extended.worker_devices[replica]
-    if device != self._values[0].device:
-      raise errors.UnsupportedOptionError(
-        f'{self.name!r} on {self._values[0].device} in a function with '
-        f'jit_compile=True on {device}',
-        'variables on the device for which XLA compiles',
-        extended.compiled_fix,
-      )
 
   @property
   def handle(self):
@@ -49,16 +45,12 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     extended = self.distribute_strategy.extended
     if extended._use_merge_call():
       return super()._update_replica(update_fn, value, **kwargs)
-    if run_context.are_gradients_reduced():
-      return update_fn(self._values[0], value, **kwargs)
-    return self._update_in_branch(update_fn, value, **kwargs)
-
-  def _update_in_branch(self, update_fn, value, **kwargs):
-    """Writes in a `tf.cond` of one replica. The first replica writes for all."""
-    if self.aggregation != ON_FIRST:
-      raise run_context.branch_error()
-    if run_context.current_replica_id() != 0:
-      return self._values[0]
+    if not run_context.are_gradients_reduced():
+      # In a `tf.cond` of one replica. The first replica writes for all.
+      if self.aggregation != ON_FIRST:
+        raise run_context.branch_error()
+      if run_context.current_replica_id() != 0:
+        return self._values[0]
     return update_fn(self._values[0], value, **kwargs)
 
 

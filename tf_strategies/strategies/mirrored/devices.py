@@ -38,8 +38,7 @@ def resolve_devices(
     if d.device_type in ('CPU', 'GPU')
   ]
   if devices is None:
-    gpus = [name for name in available if 'GPU' in name]
-    devices = gpus or [name for name in available if 'CPU' in name]
+    devices = [name for name in available if 'GPU' in name] or available
 
   def check(is_allowed, allowed):
     option_checks.check(is_allowed, f'{option}={devices!r}', allowed, _FIX)

@@ -170,7 +170,7 @@ class AppliesSums:
     self,
     gradients: Sequence[Gradient],
     apply: Callable[[Sequence[Gradient]], None],
-    variables: Sequence[Any] = (),
+    variables: Sequence[Any],
   ) -> None:
     """Sums this replica's gradients of `variables` over replicas.
 

@@ -249,12 +249,15 @@ def _part(value, num_parts: int, part: int):
 
 
 def share(total, place, places):
-  """Returns the start and the length of a share. The first shares may be longer."""
-  size, left_over = total // places, total % places
-  if all(isinstance(n, int) for n in (total, place, places)):
-    return place * size + min(place, left_over), size + (place < left_over)
-  start = place * size + tf.minimum(place, left_over)
-  return start, size + tf.cast(place < left_over, tf.int32)
+  """Returns the start and the length of a share. The first shares may be longer.
+
+  The result is a number if all arguments are.
+  """
+  shortest, left_over = total // places, total % places
+  length = (total + places - 1 - place) // places
+  # The shares before a longer one are as long, and of those before a short one some
+  # are longer by one: all that are left over.
+  return place * length + left_over * (1 + shortest - length), length
 
 
 def _rows(value, start, size):
@@ -304,10 +307,10 @@ def one_row_if_empty(tensor):
   def one_row():
     return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
-  shape = tensor.shape
-  if shape.rank and shape[0] is not None:
-    return tensor if shape[0] > 0 else one_row()
-  filled = tf.cond(tf.shape(tensor)[0] > 0, lambda: tensor, one_row)
-  if shape.rank:
-    filled.set_shape(tf.TensorShape([None]).concatenate(shape[1:]))
+  rows = num_rows(tensor)
+  if isinstance(rows, int):
+    return tensor if rows else one_row()
+  filled = tf.cond(rows > 0, lambda: tensor, one_row)
+  if tensor.shape.rank:
+    filled.set_shape([None, *tensor.shape[1:]])
   return filled

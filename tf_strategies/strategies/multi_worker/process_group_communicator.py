@@ -237,7 +237,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     return self._call(
       'all_gather',
       tensor,
-      tf.TensorShape([None]).concatenate(tensor.shape[1:]),
+      tf.TensorShape([None, *tensor.shape[1:]]),
       lambda group, array: group.all_gather(array, name=name),
     )
 

@@ -111,7 +111,7 @@ class RuntimeCommunicator(communicator.Communicator):
       # Each worker's rows have their own place, so that the sum gathers them.
       padding = [[before, after]] + [[0, 0]] * (tensor.shape.rank - 1)
       gathered = self._sum(tf.pad(tensor, padding))
-      gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
+      gathered.set_shape([None, *tensor.shape[1:]])
       return gathered
 
   def from_chief(self, tensor, name):

@@ -112,8 +112,7 @@ class MultiWorkerStrategy(
 def resolve_devices(devices) -> tuple[str, ...]:
   """Returns full names of a worker's devices; by default all GPUs, or the first CPU."""
   if devices is None:
-    gpus = tf.config.list_logical_devices('GPU')
-    devices = [d.name for d in gpus] or ['CPU:0']
+    devices = tf.config.list_logical_devices('GPU') or ['CPU:0']
   return devices_lib.resolve_devices(devices)
 
 

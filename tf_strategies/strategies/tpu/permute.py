@@ -108,23 +108,19 @@ class PermutingAllReduce:
       received = entries[2 * index + 1]
       if transfers[0].reduce:
         chunk = executor.add([_take(state, received), chunk])
-      state = _put(state, chunk, received)
+      # XLA makes this update in place, while a scatter may become a loop.
+      state = _tf_internal.apply_op(
+        'XlaDynamicUpdateSlice',
+        input=state,
+        update=chunk,
+        indices=tf.stack([received, 0]),
+      )
     return state
 
 
 def _take(state, entry):
   """Returns row `entry` of the state, as a matrix."""
   return tf.slice(state, tf.stack([entry, 0]), [1, state.shape[1]])
-
-
-def _put(state, chunk, entry):
-  # XLA makes this update in place, while a scatter may become a loop.
-  return _tf_internal.apply_op(
-    'XlaDynamicUpdateSlice',
-    input=state,
-    update=chunk,
-    indices=tf.stack([entry, 0]),
-  )
 
 
 def _check(tensor) -> None:
