@@ -46,10 +46,6 @@ class Communicator(exchange.Exchange, tf.distribute.CrossDeviceOps, abc.ABC):
     """Returns the largest number of workers while the strategy lives."""
     return self.world_size
 
-  def place(self) -> tuple[Any, Any]:
-    """Returns `rank` and `world_size`; tensors if they may change while graphs live."""
-    return self.rank, self.world_size
-
   @abc.abstractmethod
   def all_reduce(
     self,
@@ -108,12 +104,7 @@ class Communicator(exchange.Exchange, tf.distribute.CrossDeviceOps, abc.ABC):
   def exchange(self, tag: str, value: Any) -> list[Any]:
     """Brings a small value of JSON of each worker to all, beside the collectives."""
 
-  def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
-    """Raises CollectiveMismatchError unless all workers gave the same answer.
-
-    `answers` are values of JSON, by rank.
-    """
-    workers_lib.check_same(answers, what, fix)
+  check_same = staticmethod(workers_lib.check_same)
 
   # As an exchange; see also `spmd.exchange`.
 

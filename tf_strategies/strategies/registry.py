@@ -39,8 +39,7 @@ def _one_device(devices=None) -> tf.distribute.Strategy:
 def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
   """Returns TensorFlow's own mirrored strategy, for comparison."""
   workers_lib.check_alone('mirrored')
-  if cross_device_ops is not None:
-    mirrored_strategy.check_cross_device_ops(cross_device_ops)
+  mirrored_strategy.check_cross_device_ops(cross_device_ops)
   strategy = tf.distribute.MirroredStrategy(
     list(devices_lib.resolve_devices(devices)), cross_device_ops
   )

@@ -276,16 +276,13 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     if counts is not None:
       return self.sites_at(self.places, counts)
     # All replicas have the whole batch.
-    count, (rank, num_workers) = len(self._devices), self.place()
     batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
     with tf.device('CPU:0'):
       total = 0 if batch is None else host_input.num_rows(batch)
-      places = num_workers * count
-      _, counts = host_input.share(
-        tf.cast(total, tf.int32), tf.range(places), places
-      )
-      mine = [rank * count + replica for replica in range(count)]
-    return self.sites_at(mine, counts)
+      total = tf.cast(total, tf.int32)
+      places, count = self.places_in_graph()
+      _, counts = host_input.share(total, tf.range(count), count)
+    return self.sites_at(places, counts)
 
   def sites_at(self, places, counts: tf.Tensor) -> list[site_lib.Site]:
     """Returns the sites of this process's replicas.
@@ -385,9 +382,9 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """Returns the value, eagerly, of a variable that is a sum over replicas."""
     return tf.add_n([copy.read_value() for copy in variable.values])
 
-  def place(self) -> tuple[Any, Any]:
-    """Returns this process's rank among the workers, and the number of workers."""
-    return 0, 1
+  def places_in_graph(self) -> tuple[Any, Any]:
+    """Returns `places`, and the number of all; tensors if they may change."""
+    return self.places, self._num_replicas_in_sync
 
   def exchange(self) -> exchange_lib.Exchange:
     """Returns the exchange in which the replicas of a step meet."""

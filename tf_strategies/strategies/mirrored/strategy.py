@@ -155,16 +155,14 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
 
 def given_or_auto(cross_device_ops) -> tf.distribute.CrossDeviceOps:
   """Returns the checked op that a strategy was given, or the default for None."""
-  if cross_device_ops is None:
-    return cross_device.AutoAllReduce()
   check_cross_device_ops(cross_device_ops)
-  return cross_device_ops
+  return cross_device_ops or cross_device.AutoAllReduce()
 
 
 def check_cross_device_ops(cross_device_ops) -> None:
-  """Raises UnsupportedOptionError if the value is not a cross-device op."""
+  """Raises UnsupportedOptionError unless the value is a cross-device op or None."""
   option_checks.check(
-    isinstance(cross_device_ops, tf.distribute.CrossDeviceOps),
+    isinstance(cross_device_ops, tf.distribute.CrossDeviceOps | None),
     f'cross_device_ops={cross_device_ops!r}',
     'an instance of tf.distribute.CrossDeviceOps',
     'pass for instance tfs.RingAllReduce()',

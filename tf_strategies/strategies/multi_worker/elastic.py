@@ -51,6 +51,13 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def _first_replica(self):
     return super()._first_replica if self.communicator.is_member else 0
 
+  def places_in_graph(self):
+    """See base class."""
+    rank, world_size = tf.unstack(self.communicator.place.read_value())
+    count = len(self._devices)
+    places = [rank * count + replica for replica in range(count)]
+    return places, world_size * count
+
   def _call_for_each_replica(self, fn, args, kwargs):
     self.communicator.join_group()
     return super()._call_for_each_replica(fn, args, kwargs)

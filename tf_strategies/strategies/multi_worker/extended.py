@@ -6,6 +6,7 @@ this worker's replicas.
 """
 
 import itertools
+import operator
 
 import tensorflow as tf
 
@@ -70,21 +71,10 @@ class MultiWorkerExtended(
     spec = self._cluster_resolver.cluster_spec()
     return spec if spec.jobs else None
 
-  @property
-  def _task_type(self):
-    return self._cluster_resolver.task_type
-
-  @property
-  def _task_id(self):
-    return self._cluster_resolver.task_id
-
-  @property
-  def _id_in_cluster(self):
-    return self.communicator.rank
-
-  @property
-  def _num_workers(self):
-    return self.communicator.world_size
+  _task_type = property(operator.attrgetter('_cluster_resolver.task_type'))
+  _task_id = property(operator.attrgetter('_cluster_resolver.task_id'))
+  _id_in_cluster = property(operator.attrgetter('communicator.rank'))
+  _num_workers = property(operator.attrgetter('communicator.world_size'))
 
   @property
   def experimental_between_graph(self):
@@ -100,6 +90,7 @@ class MultiWorkerExtended(
   should_save_summary = _is_chief = does_what_is_done_once = should_checkpoint
 
   has_other_workers = True
+  most_workers = property(operator.attrgetter('communicator.capacity'))
 
   # Where code runs.
 
@@ -125,15 +116,6 @@ class MultiWorkerExtended(
     """See base class."""
     mine = super().total_of(variable)
     return self.communicator.sum(mine, 'metric')
-
-  def place(self):
-    """See base class."""
-    return self.communicator.place()
-
-  @property
-  def most_workers(self):
-    """See base class."""
-    return self.communicator.capacity
 
   def exchange(self):
     """See base class."""

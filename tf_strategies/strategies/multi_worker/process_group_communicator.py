@@ -50,10 +50,12 @@ class ProcessGroupCommunicator(communicator.Communicator):
     super().__init__(devices)
     self.membership = membership
     self.is_elastic = membership is not None
+    if self.is_elastic:  # It says who is wrong.
+      self.check_same = membership.check_same
     self._queue = collective_queue.CollectiveQueue(group, self.join_group)
     with tf.init_scope(), tf.device('CPU:0'):
-      # Of no strategy, as the queue's token.
-      self._place = _tf_internal.ResourceVariable(
+      # Rank and number of workers, for graphs. Of no strategy, as the queue's token.
+      self.place = _tf_internal.ResourceVariable(
         np.int32([0, self.capacity]), trainable=False, name='place'
       )
     self._local_ops, self._options = local_ops, options
@@ -72,7 +74,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def enter(self, group: process_group.ProcessGroup) -> None:
     """Uses this group from now on, in place of one that has ended."""
     self._queue.continue_in(group)
-    self._place.assign(np.int32([group.rank, group.world_size]))
+    self.place.assign(np.int32([group.rank, group.world_size]))
 
   @property
   def group(self) -> process_group.ProcessGroup:
@@ -94,19 +96,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def capacity(self):
     """See base class."""
     return self.membership.capacity if self.is_elastic else self.world_size
-
-  def place(self):
-    """See base class."""
-    if not self.is_elastic:
-      return super().place()
-    return tuple(tf.unstack(self._place.read_value()))
-
-  def check_same(self, answers, what, fix):
-    """See base class; the membership says who is wrong."""
-    if self.is_elastic:
-      self.membership.check_same(answers, what, fix)
-    else:
-      super().check_same(answers, what, fix)
 
   def all_reduce(self, columns, name, gradients=()):
     """See base class."""
