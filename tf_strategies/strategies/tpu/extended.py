@@ -146,7 +146,15 @@ def _check_losses(
   if strategy.num_replicas_in_sync == 1:
     return
   for loss in keras.tree.flatten(getattr(model, 'loss', None)):
-    _check_reduction(loss, type(strategy).__name__)
+    reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
+    name = f'{type(loss).__name__}(reduction={reduction!r})'
+    option_checks.check(
+      reduction != 'mean_with_sample_weight',
+      f'{name} under {type(strategy).__name__}',
+      "reduction='sum_over_batch_size'",
+      "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
+      'each replica divides by the sum of its own weights',
+    )
   masked = _keras_internal.masked_outputs(model)
   if masked and model not in _warned_of_masks:
     _warned_of_masks.add(model)
@@ -158,15 +166,3 @@ def _check_losses(
       masked[0].name,
       model.name,
     )
-
-
-def _check_reduction(loss, strategy_name: str) -> None:
-  reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
-  name = f'{type(loss).__name__}(reduction={reduction!r})'
-  option_checks.check(
-    reduction != 'mean_with_sample_weight',
-    f'{name} under {strategy_name}',
-    "reduction='sum_over_batch_size'",
-    "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
-    'each replica divides by the sum of its own weights',
-  )
