@@ -213,16 +213,20 @@ sys.exit(3 + index)
     code = """
 say('elastic')
 if name == 'worker_0':
-  say('trained')
+  for word in ('trained', 'elastic', 'trained'):
+    say(word)
+  wait_for_file('end')
 else:
+  say('trained')
   while not module.is_over():
     time.sleep(0.01)
   note('over', 1)
 """
     started = self.start(code, count=2)
+    started[1].wait_for_notes('over', 1)
+    self.create('end')
     for launcher in started:
       self.assert_ends(launcher, 0)
-    self.assertLen(started[1].notes('over'), 1)
 
   def test_lost_results_fail_the_job_on_all_hosts(self):
     code = """

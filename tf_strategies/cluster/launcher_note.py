@@ -17,6 +17,7 @@ Example:
   [('elastic', 'worker 1')]
 """
 
+import collections
 import contextlib
 import os
 import tempfile
@@ -56,19 +57,21 @@ class Note:
 
 
 def is_over() -> bool:
-  """Returns whether another task has trained to the end, and this one has not.
+  """Returns whether another task has trained to the end, more often than this one.
 
   Reads what the tasks of this host have said, and what other launchers report.
   """
   own, _, path = os.environ.get(VARIABLE, '').partition('@')
-  newest = {}
+  newest, trained = {}, collections.Counter()
   with contextlib.suppress(OSError), open(path, encoding='utf-8') as file:
     for line in file:
       word, _, task = line.strip().partition(' ')
-      if (word, task) == (TRAINED, own):
-        return False  # It trains a second time.
       newest[task] = word
-  return TRAINED in newest.values()
+      trained[task] += word == TRAINED
+  return any(
+    word == TRAINED and trained[task] > trained[own]
+    for task, word in newest.items()
+  )
 
 
 def say(word: str) -> None:

@@ -292,12 +292,12 @@ class Supervisor:
 
   def _read_note(self) -> None:
     for word, name in self._note.read():
+      self._is_elastic = True
       for task in self._tasks:
         if task.spec.name == name:
           task.has_trained = word == launcher_note.TRAINED
-      if not self._is_elastic:
-        self._is_elastic = True
-        self._tell('elastic')
+          if task.lines is not None:  # One of this host.
+            self._tell('said', word, name)
 
   def _on_over(self, task: _Part) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
@@ -319,7 +319,7 @@ class Supervisor:
       self._start(task)
       return
     else:
-      self._tell('end', task.spec.name, status, task.has_trained)
+      self._tell('end', task.spec.name, status)
       self._on_end(task, status)
     task.process = None
 
@@ -376,19 +376,17 @@ class Supervisor:
 
     Args:
       node: number of the host.
-      what: 'elastic' (as a task has said of the job), 'end' of a task that is not
-        started again, 'signal' that ends the job, or 'lost', the host's last event.
-      *said: name, status and `has_trained` of the task; the signal.
+      what: 'said' of a word of a task, 'end' of a task that is not started again,
+        'signal' that ends the job, or 'lost', the host's last event.
+      *said: word and name of the task; its name and status; the signal.
     """
     host = _Part(self._node(node))
-    if what == 'elastic':
-      self._is_elastic = True
+    if what == 'said':
+      self._note.pass_on(*said)
+      self._read_note()
     elif what == 'end':
-      name, status, has_trained = said
+      name, status = said
       [task] = [t for t in self._tasks if t.spec.name == name]
-      task.has_trained = has_trained
-      if has_trained:
-        self._note.pass_on(launcher_note.TRAINED, name)
       self._on_end(task, status)
     elif what == 'signal':
       host.end(-said[0])
@@ -396,10 +394,11 @@ class Supervisor:
     else:
       theirs = [t for t in self._tasks if t.spec.node == node]
       left = [t for t in theirs if t.status is None]
+      is_needed = left and self._training()
       status = exit_codes.RESTARTABLE_EXIT_CODE
       for task in left:
         task.status = status
-      if any(task.is_training for task in left):
+      if is_needed:
         why = 'its launcher is gone, or the network to it is cut'
         self._on_end(host, status, why)
 

@@ -189,8 +189,19 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
   assign_add = functools.partialmethod(_write, 'assign_add')
   assign_sub = functools.partialmethod(_write, 'assign_sub')
 
-  # Rows of one replica's slices are in the pieces of others, so the deltas are
-  # added densely.
+  # Rows of one replica's slices are in the pieces of others, so rows are read and
+  # written with the whole variable.
+
+  def sparse_read(self, indices, name=None):
+    """Does the same as `tf.Variable.sparse_read`."""
+    return tf.gather(self.read_value(), indices, name=name)
+
+  def scatter_update(self, sparse_delta, use_locking=False, name=None):
+    """Does the same as `tf.Variable.scatter_update`."""
+    rows = sparse_delta.indices[:, None]
+    return self.assign(
+      tf.tensor_scatter_nd_update(self.read_value(), rows, sparse_delta.values)
+    )
 
   def scatter_add(self, sparse_delta, use_locking=False, name=None):
     """Does the same as `tf.Variable.scatter_add`."""
