@@ -244,7 +244,7 @@ class WholeStep:
     )
 
   def _run_eagerly(self, data, leaves):
-    """Runs a step in Python. Replicas cannot share it, so each computes all of it."""
+    """Runs a step in Python, on the first device. Replicas cannot share it."""
     leaves = [
       tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
       for leaf in leaves
