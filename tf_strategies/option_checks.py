@@ -249,7 +249,8 @@ def check_step(fn: Any, optimizers: Any) -> None:
     'fn', fn, 'pass a function of a batch: strategy.step(train_step)'
   )
   check(
-    isinstance(optimizers, Sequence),
+    isinstance(optimizers, Sequence)
+    and all(hasattr(each, 'apply') for each in optimizers),
     f'optimizers={optimizers!r}',
     'a list of Keras optimizers',
     'write strategy.step(train_step, [optimizer])',
