@@ -99,6 +99,27 @@ def make_dataset(
     >>> bool((whole[2] == resumed[0]).numpy().all())
     True
   """
+  _check_types(options, training, prepare_fn, augment_fn, map_fn, input_context)
+  position = _check_span(epochs, start, steps_per_epoch)
+  alone = tf.distribute.InputContext()
+  context = input_context or alone
+  if epochs is not None:
+    plan_lib.check_stream(options, training, context)
+  # In a run a batch is one of all pipelines.
+  of_reader = context if epochs is None else alone
+  reader = _reader(source, options, training, prepare_fn, of_reader)
+  batches = _batches(reader, epochs, position, steps_per_epoch)
+  if epochs is not None:
+    batches = batches.shard(
+      context.num_input_pipelines, context.input_pipeline_id
+    )
+  return _load(batches, reader, augment_fn if training else None, map_fn)
+
+
+def _check_types(
+  options, training, prepare_fn, augment_fn, map_fn, input_context
+) -> None:
+  """Raises UnsupportedOptionError for arguments of other types."""
   option_checks.check_type(
     'options',
     options,
@@ -117,20 +138,6 @@ def make_dataset(
     'a tf.distribute.InputContext, or None',
     'pass what strategy.distribute_datasets_from_function passes',
   )
-  position = _check_span(epochs, start, steps_per_epoch)
-  alone = tf.distribute.InputContext()
-  context = input_context or alone
-  if epochs is not None:
-    plan_lib.check_stream(options, training, context)
-  # In a run a batch is one of all pipelines.
-  of_reader = context if epochs is None else alone
-  reader = _reader(source, options, training, prepare_fn, of_reader)
-  batches = _batches(reader, epochs, position, steps_per_epoch)
-  if epochs is not None:
-    batches = batches.shard(
-      context.num_input_pipelines, context.input_pipeline_id
-    )
-  return _load(batches, reader, augment_fn if training else None, map_fn)
 
 
 def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:

@@ -249,21 +249,7 @@ class Job(elastic_members.Members):
       CollectiveMismatchError: this worker has other batches, or other callbacks that
         write files, than the others.
     """
-    option_checks.check_function(
-      'make_batches',
-      make_batches,
-      'pass a function of an epoch and a step that returns batches',
-    )
-    fix = 'pass the number for all workers together'
-    option_checks.check_int('epochs', epochs, 0, fix=fix)
-    option_checks.check_int('steps_per_epoch', steps_per_epoch, 1, fix=fix)
-    keeps = keras.callbacks.BackupAndRestore
-    option_checks.check(
-      not any(isinstance(callback, keeps) for callback in callbacks),
-      'BackupAndRestore',
-      'other callbacks in an elastic job',
-      'leave it out: the workers keep the state in memory',
-    )
+    _check_fit(make_batches, epochs, steps_per_epoch, callbacks)
     state = self._state
     if state.model is not model:
       self.restore(model)
@@ -280,9 +266,8 @@ class Job(elastic_members.Members):
     epoch, step = state.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
-    step -= (
-      step % model.steps_per_execution
-    )  # A group of steps is done as a whole.
+    # A group of steps is done as a whole.
+    step -= step % model.steps_per_execution
     state.move(epoch, step)
     if not is_next:  # Of what earlier calls of the training function did.
       for name, values in state.history.items():
@@ -331,3 +316,22 @@ class Job(elastic_members.Members):
         type(batches).__name__,
       )
     self.enter(elastic_members.FIT)
+
+
+def _check_fit(make_batches, epochs, steps_per_epoch, callbacks) -> None:
+  """Raises UnsupportedOptionError for arguments with which `fit` cannot train."""
+  option_checks.check_function(
+    'make_batches',
+    make_batches,
+    'pass a function of an epoch and a step that returns batches',
+  )
+  fix = 'pass the number for all workers together'
+  option_checks.check_int('epochs', epochs, 0, fix=fix)
+  option_checks.check_int('steps_per_epoch', steps_per_epoch, 1, fix=fix)
+  keeps = keras.callbacks.BackupAndRestore
+  option_checks.check(
+    not any(isinstance(callback, keeps) for callback in callbacks),
+    'BackupAndRestore',
+    'other callbacks in an elastic job',
+    'leave it out: the workers keep the state in memory',
+  )

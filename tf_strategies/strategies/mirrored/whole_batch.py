@@ -292,9 +292,8 @@ class WholeStep:
     exchange = self._exchange()
     replicas = [s for s in sites if s.replica is not None]
 
-    def gather(
-      values,
-    ):  # Keeps padding: an empty replica has no values.
+    # Keeps padding: an empty replica has no values.
+    def gather(values):
       return exchange.gather(list(values), 0, sites[:1])[0]
 
     values = leaf.values
