@@ -100,7 +100,7 @@ EXHIBITS = (
   ),
   Exhibit(
     'keras#19891',
-    'The number of replicas changes what `evaluate` and `fit` give.',
+    'The number of replicas changes the results of `evaluate` and `fit`.',
     programs.evaluated_by_hand,
     replicas=4,
   ),
@@ -124,8 +124,8 @@ EXHIBITS = (
   ),
   Exhibit(
     'keras#20612',
-    'A model with Dropout cannot be created: an integer variable with the '
-    'aggregation `MEAN`. (A fix, for the report keras#20611.)',
+    'A model with Dropout cannot be created: an integer variable has the '
+    'aggregation `MEAN`. (A pull request that fixes keras#20611.)',
     programs.dropout,
   ),
   Exhibit(
@@ -182,8 +182,8 @@ EXHIBITS = (
   ),
   Exhibit(
     'ray#47464',
-    "The trainer's example raises: a `PerReplica` cannot be converted to a "
-    'tensor. (Here without Ray, which only sets `TF_CONFIG`.)',
+    "The example of Ray's trainer raises: a `PerReplica` cannot be converted "
+    'to a tensor. (Here without Ray, which only sets `TF_CONFIG`.)',
     programs.regression_of_a_trainer,
     'workers',
   ),

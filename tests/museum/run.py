@@ -38,15 +38,15 @@ _REPOSITORIES = {
 _TITLES = ['Report', 'Reported symptom']
 _HEAD = """# Public bug reports of TensorFlow's strategies
 
-Each row is a report about TensorFlow's strategies. Its program, in
-[`tests/museum`](../tests/museum/programs.py), has the symptom and the structure of the
-report, and runs on CPUs with little data. Where the report's own program could not be
-read, it reproduces only the symptom. Each program runs twice, and only the strategy
-differs: `MirroredStrategy` and `RingMirroredStrategy`, `MultiWorkerMirroredStrategy` and
-`MultiWorkerRingStrategy`, TensorFlow's `ParameterServerStrategy` and ours. *right* means
-that the result equals one device's within 1e-5 (2e-3 with 16 bits), unless another result
-is named. If TensorFlow's result is *right*, the fault has been fixed since, or needs
-GPUs, several hosts or other data. On CPUs the error may differ from the reported one.
+Each row is a bug report about TensorFlow's strategies. A program in
+[`tests/museum`](../tests/museum/programs.py) reproduces it on CPUs, with little data. If the
+report's own program could not be read, only the symptom is the same. Each program runs under
+TensorFlow's strategy and under *ours*, the one of this package that replaces it:
+`RingMirroredStrategy` for `MirroredStrategy`, `MultiWorkerRingStrategy` for
+`MultiWorkerMirroredStrategy`, and `ParameterServerStrategy` for TensorFlow's. *right* means
+that the result equals one device's within 1e-5 (2e-3 with 16 bits), or is the one that the
+row expects. If TensorFlow's result is *right*, the bug has been fixed since, or needs GPUs,
+several hosts or other data. On CPUs the error may differ from the reported one.
 
 ```bash
 PYTHONPATH=. python -m tests.museum.run  # Two columns, for this TensorFlow.
@@ -54,7 +54,7 @@ PYTHONPATH=. python -m tests.museum.run  # Two columns, for this TensorFlow.
 
 """
 _FOOT = """
-Not in the table, since the reports were not found in what could be read: {}.
+These reports are not in the table, because their text was not available: {}.
 """
 
 
