@@ -18,19 +18,19 @@ from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import ReplicaRows, Site, at_each, set_own_shape
 
-# From so many nodes on, a function is faster than building a block at each site.
+# A block of at least this many nodes is built faster as one function for all sites.
 _MANY_NODES = 500
-# From so many nodes on, a function on CPUs is called instead of being a part of the
-# graph. The step then starts faster, and each call takes a little longer.
+# On CPUs, a function of at least this many nodes is called, not inlined in the graph.
+# The step then starts faster, and each call takes a little longer.
 _MOST_INLINED = 2000
-# But not with these, whose kernels of oneDNN TensorFlow uses in the graph alone.
+# Except with these operations: TensorFlow uses their oneDNN kernels only inlined.
 _REWRITTEN = 'Conv', 'MatMul'
 
 
 class _Block(NamedTuple):
   """Where and how nodes are built together.
 
-  `level` counts the meetings before the block. `turn` is its place among the blocks of
+  `level` counts the meetings before the block. `turn` is its index among the blocks of
   that level. A deferred block runs after the last meeting. A block that `is_alike`
   can be one function, which each of its sites calls.
   """
@@ -56,14 +56,14 @@ class Emitter:
     self._plan = plan
     self._sites = list(sites)
     self._exchange, self._compiled = exchange, compiled
-    # The results of meetings.
+    # Results of meetings.
     self.met: list[tf.Tensor] = []
     # In a branch or loop there is one site, which need not be a replica.
     is_alone = exchange is None
     self._replicas = [s for s in sites if is_alone or s.replica is not None]
     for site in sites:
       if site not in self._replicas:
-        # It has no rows. It uses the tensors of the first replica that it did not build.
+        # A home device has no rows. The first replica has the tensors it did not build.
         site.tensors.maps += self._replicas[0].tensors.maps
 
   def run(
@@ -71,7 +71,7 @@ class Emitter:
     outputs: Sequence[tuple[Tensor, Any]],
     sites: Sequence[Site],
   ) -> list[list[tf.Tensor]]:
-    """Builds everything that `outputs` need. They are pairs of a tensor and a kind.
+    """Builds all that `outputs` need, which are pairs of a tensor and a kind.
 
     Returns a list of outputs for each of `sites`.
     """
@@ -105,8 +105,8 @@ class Emitter:
   def _barrier(self) -> list[tf.Operation]:
     """Returns an operation that waits for all meetings so far.
 
-    The results of meetings would not do as inputs: TensorFlow starts a branch before
-    its inputs are there, and runs the operations that do not need them.
+    Results of meetings as inputs do not suffice: TensorFlow starts a branch before
+    its inputs are ready, and runs the operations that do not need them.
     """
     with tf.control_dependencies(self.met):
       return [tf.no_op()]

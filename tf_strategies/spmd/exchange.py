@@ -1,4 +1,4 @@
-"""How replicas meet between the blocks of a program."""
+"""How replicas meet, to exchange tensors between blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tf_strategies.spmd.program import Tensor
 from tf_strategies.spmd.site import Site, at_each
 
 _SUM = tf.distribute.ReduceOp.SUM
-# `[i][t]` is tensor t of local replica i, or of `sites[i]`, one of the places that
-# need it: all replicas, some of them, or a home device.
+# `columns[i][t]` is tensor t. Of terms, i is the number of a local replica. Of results,
+# it is an index in `sites`: replicas, or a home device.
 Columns: TypeAlias = Sequence[Sequence[tf.Tensor]]
 
 
 class Exchange:
-  """How the replicas of one process meet. Subclasses define it for several processes.
+  """Exchanges tensors between replicas of one process; subclasses, of several.
 
-  It is called while a step is traced, not when it runs.
+  Its methods are called while a step is traced, not when it runs.
   """
 
   def __init__(self, ops: tf.distribute.CrossDeviceOps):
@@ -34,7 +34,7 @@ class Exchange:
     sites: Sequence[Site],
     gradients: Sequence[str | None],
   ) -> Columns:
-    """Returns the sums over all replicas; for each site a list of tensors.
+    """Returns the sums over all replicas, for each site.
 
     Args:
       columns: the terms.
@@ -103,7 +103,7 @@ class Exchange:
 
 
 def _at(value, site):
-  """Returns a mirrored value at a site."""
+  """Returns the copy of a value at a site."""
   if not isinstance(value, tf.distribute.DistributedValues):
     return value
   return value.values[site.replica or 0]

@@ -1,11 +1,11 @@
 """Decides how replicas hold each tensor of a program, and where they meet.
 
-Every operation has a rule. A rule gets the kinds of the inputs. It decides in which
-kinds the operation wants them, and gives the kinds of the outputs. Most rules only name
-the axes of inputs and outputs, and `Context.by_axes` follows the rows along them. An
-operation without a rule wants all inputs whole. Replicas meet where a tensor is wanted whole and
-is not. The level of an operation is the number of meetings before it. All tensors that
-are ready at one level travel in one meeting.
+A rule gets the kinds of an operation's inputs. It decides in which kinds the operation
+wants them, and returns the kinds of the outputs. Most rules only name the axes of
+inputs and outputs, and `Context.by_axes` follows the rows along them. An operation
+without a rule wants all inputs whole. Replicas meet (exchange a tensor) where it is
+wanted whole and is not. The level of an operation is the number of meetings before it.
+All tensors that are ready at one level travel in one meeting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tf_strategies.spmd.kinds import (
 )
 from tf_strategies.spmd.program import Node, Program, Tensor
 
-# The contents of longer tensors of integers are unknown.
+# Longest tensor of integers whose contents are known.
 MOST_INTS = 64
 
 
@@ -45,7 +45,7 @@ class NeedsExchangeError(Exception):
 
 
 class UnknownError(Exception):
-  """A rule does not know a rank or a number, so it asks for the whole."""
+  """A rule does not know a rank or a number. The inputs become whole."""
 
 
 def known(value: Any) -> Any:
@@ -57,15 +57,15 @@ def known(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Decision:
-  """How an operation is run by each replica.
+  """How each replica runs an operation.
 
   Attributes:
-    wants: for each input the kind in which it is wanted.
-    outputs: what its outputs are.
-    emit: builds it from a site and its inputs; None copies the operation.
-    bodies: the plans of its loops or branches.
-    emit_together: builds it from sites, the inputs of each, and the exchange, in
-      which they may meet in it; it returns the outputs of each.
+    wants: kind in which each input is wanted.
+    outputs: value of each output.
+    emit: builds it, given a site and its inputs; None copies the operation.
+    bodies: plans of its branches or loops, by name.
+    emit_together: builds it for all sites, given the sites, the inputs of each, and
+      an exchange in which they may meet; returns the outputs of each.
   """
 
   wants: Sequence[Any]
@@ -80,7 +80,7 @@ class Plan:
 
   Attributes:
     values: kinds of the tensors, as far as the plan knows them.
-    decisions: how each node is run.
+    decisions: how replicas run each node.
     levels: number of meetings before each node runs.
     forced: partial sums that become whole, or shards, as soon as they have been
       computed.
@@ -114,7 +114,7 @@ class Plan:
     return dataclasses.replace(value, dims=dims)
 
   def decide(self) -> dict[Tensor, Any]:
-    """Decides every node; returns in which kind to force parts in the next pass."""
+    """Decides every node; returns the `forced` tensors of the next pass."""
     wanted = {}
     for node in self.program.nodes:
       if node.type == '_Argument':
