@@ -27,9 +27,9 @@ class PipelineOptions:
     global_batch_size: examples in one step, summed over all replicas.
     shuffle_buffer: examples that the shuffle chooses from; None is the whole
       split (a uniform shuffle), 0 keeps the order. Only training shuffles.
-      Arrays are shuffled as a whole by any other number too: they shuffle
-      indices, 8 bytes each. Files shuffle records, so a split that is larger
-      than memory needs a number here.
+      For arrays, any other number means the whole split too: only indices
+      are shuffled, 8 bytes each. Files shuffle records, so a split that is
+      larger than memory needs a number.
     seed: the seed of the shuffle and of augmentation. The same seed gives the
       same sequence of epochs, each with an order of its own, whatever
       `tf.random.set_seed` says; None differs from run to run. Workers that

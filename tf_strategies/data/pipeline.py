@@ -54,20 +54,21 @@ def make_dataset(
   """Makes the batches of a source.
 
   Each iteration is one epoch, in another order. With `epochs`, one iteration is
-  a whole training run, which can be resumed at `start`. In such a
-  run, the numbers of uses of two examples differ by at most one. A batch has examples of one pass over the
-  data, unless `steps_per_epoch` and `drop_remainder` ask for full batches.
+  a whole training run, which can be resumed at `start`. In a run, two examples
+  are used equally often, or one of them once more. A batch has examples of one
+  pass over the data, unless `steps_per_epoch` and `drop_remainder` ask for full
+  batches.
 
   Args:
     source: `Arrays`, `TFRecords` or `Files`; or arrays, as in `Arrays`.
     options: how to shuffle, batch and cache. `epochs` require a `seed`.
     training: whether to shuffle, to augment and to drop the remainder as
       `options` say. Evaluation sees every example once, in order.
-    epochs: epochs of the whole run, those before `start` included.
+    epochs: epochs of the whole run, including those before `start`.
     start: (epoch, step) to resume at, such as a `Position`: finished epochs, and
       finished batches of the next one.
-    steps_per_epoch: batches of an epoch of the run, more or fewer than the data
-      make. The next epoch goes on in the data. None for one pass an epoch.
+    steps_per_epoch: batches in an epoch of the run, more or fewer than in a pass.
+      The next epoch continues in the data. None for one pass an epoch.
     prepare_fn: called with the stored components of a batch (as arrays have them,
       or as `parse_fn` returns them), returns a batch; deterministic.
       With a cache it sees each example once.
@@ -77,8 +78,8 @@ def make_dataset(
     map_fn: called last with the components of a batch; returns the element.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
       Each pipeline then yields per-replica batches of its share. With `epochs`,
-      each of k pipelines yields every k-th batch of the run, whole: for workers
-      that train on batches of their own, as with parameter servers.
+      each of k pipelines yields every k-th global batch of the run, for workers
+      that train on different batches, as with parameter servers.
 
   Returns:
     A dataset of known cardinality. To start in the middle of a pass, files read

@@ -2,9 +2,9 @@
 
 `run` calls a training function, which builds, compiles and fits a model as an ordinary
 script does. When a worker dies, `job.fit` continues with the workers that are left, in
-the step that the death interrupted. A worker that joins enters at a step. If the
-training is a loop of the program's own, the function is called again instead, with the
-state in memory. The process stays the same, and nothing is read from disk.
+the step that the death interrupted. A new worker joins between two steps. In a custom
+loop, the function is called again instead, with the state in memory. The process stays
+the same, and nothing is read from disk.
 
   def train(job):
     with job.strategy.scope():
@@ -56,24 +56,24 @@ def run(
 ) -> _Result:
   """Calls `train_fn(job)` until it returns, and returns its result.
 
-  A worker that the launcher restarted does not begin alone. It waits for others that
+  A worker that the launcher restarts does not train alone. It waits for others, which
   still train or were restarted too.
 
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
       trains. It is called again if the training cannot continue in the middle.
-    options: the number of workers, and how the batch follows it.
+    options: the number of workers, and what ends the job.
     cluster: all workers that may join. None reads TF_CONFIG; without TF_CONFIG this
       process is alone.
     ring: options of the communication; its `link` must be 'tcp'.
     devices: devices of this worker, as for `MultiWorkerRingStrategy`.
 
   Raises:
-    RendezvousError: too few workers have come by the deadline.
-    JobFinishedError: the training was completed before this worker came.
+    RendezvousError: too few workers have joined by the deadline.
+    JobFinishedError: the training had ended before this worker joined.
     WorkerUnavailableError: more than `max_failures` consecutive failures without
       a step in between.
-    UnsupportedOptionError: the link cannot form again.
+    UnsupportedOptionError: a wrong argument, or link='mpi'.
     Exception: any error of `train_fn`; the other workers continue.
   """
   options = ElasticOptions() if options is None else options

@@ -37,7 +37,7 @@ class RecordProgress(keras.callbacks.Callback):
   def on_train_batch_begin(self, batch, logs=None):
     """Lets a worker that joined continue from the state of the others.
 
-    The callbacks of the others heard of the begin of this batch, too.
+    The others' callbacks were called at the begin of this batch, too.
     """
     self._state.enter_fit()
 
@@ -148,8 +148,8 @@ class Job(elastic_members.Members):
   def strategy(self) -> elastic.ElasticRingStrategy:
     """The strategy; build the model in its scope.
 
-    This worker joins the others when it needs them: for `position`, `fit`, or a loop
-    of the program's own.
+    This worker joins the others at its first use of `position`, `fit`, or a step of
+    a custom loop.
     """
     return self._state.strategy
 

@@ -11,16 +11,16 @@ class ElasticOptions:
   """Number of workers of an elastic job, and what ends it.
 
   Attributes:
-    min_workers: smallest number of workers. With fewer, all wait until the deadline of
+    min_workers: smallest number of workers. Fewer wait until the deadline of
       the rendezvous. By default a majority of the last group continues (in a tie, the
-      half with the lowest task), or all workers that have not surely died, so that
+      half with the lowest task), or all workers that are not known to be dead. So
       only one side of a cut network continues. The first group needs a majority of
       the cluster.
     max_workers: largest number of workers; None for all of the cluster.
     window_seconds: how long to wait for more than `min_workers`.
-    directory: a directory of this job alone that all workers see. A worker that comes
-      after the end of the training raises `JobFinishedError`.
-    max_failures: how many consecutive failures without progress end the job.
+    directory: directory of only this job that all workers can read. A worker that
+      starts after the training raises `JobFinishedError`.
+    max_failures: number of failures in a row without progress that ends the job.
 
   Raises:
     UnsupportedOptionError: a value is not allowed.

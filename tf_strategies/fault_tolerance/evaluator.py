@@ -30,9 +30,9 @@ class Evaluation:
 class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
-  For the evaluator of a job: training does not wait for it. Reads checkpoints of
-  `tfs.Run` and `ParameterServerStrategy`. One that is deleted or damaged before its
-  turn is skipped with a warning.
+  Run it in the evaluator task: training does not wait. It reads checkpoints of
+  `tfs.Run` and `ParameterServerStrategy`. A checkpoint that is already deleted or
+  damaged is skipped with a warning.
 
   Args:
     model: built and compiled as the model that is trained, with an optimizer of

@@ -27,16 +27,16 @@ class Run(keras.callbacks.Callback):
   """A run in a directory: it saves, exits on SIGTERM, and continues exactly.
 
   Saves the variables of the model and its optimizers, the state of random layers,
-  the metrics of an interrupted epoch, and the position from which the data
-  continue: `make_dataset(..., start=...)` starts anywhere. Random operations outside
-  of Keras layers and the state of other callbacks are not saved.
+  the metrics of an interrupted epoch, and the position in the data, at which
+  `make_dataset(..., start=...)` can start. Does not save the state of other callbacks
+  or of random operations outside of Keras layers.
 
-  * With `fit`: pass the run as the last callback, and the batches of whole epochs
-    from the restored epoch on. The run drops the batches of completed steps, and
+  * With `fit`: pass the run as the last callback, and all batches from the start
+    of the restored epoch. The run drops the batches of completed steps, and
     metrics continue from their values. It saves after each epoch and, on SIGTERM,
     after the current step. If the signal arrives in or after the last step of an
-    epoch, this epoch is not evaluated. After a `fit` that raised, a SIGTERM is kept
-    for the next run that listens.
+    epoch, this epoch is not evaluated. If `fit` raises an error, the next run that
+    listens handles the signal.
   * With a custom loop: train in the context of the run, call `exit_if_preempted`
     after each step and `save` after each epoch.
 
@@ -45,19 +45,17 @@ class Run(keras.callbacks.Callback):
   a `SidecarEvaluator` that it has finished.
 
   Checkpoints are atomic. A damaged one is skipped with a warning, and an older
-  one is used. On several workers all of them call each method; the chief alone
-  reads and writes files.
+  one is used. All workers must call each method; only the chief reads and
+  writes files.
 
-  A directory belongs to one run. The chief locks it for the life of its process,
-  when `fit` or the context begins or at the first `save`. A run that begins continues
-  the checkpoints that it finds, if they were made with the same variables and
-  `settings`.
+  A directory belongs to one run. When `fit` or the context begins, or at the first
+  `save`, the chief locks it until its process ends. A later run continues from a
+  checkpoint in it, if variables and `settings` are the same.
 
   On parameter servers `directory` is the strategy's `checkpoint_dir`. The strategy
-  saves every `checkpoint_steps` steps, keeps three checkpoints, and finds the epoch
-  and the data of `fit` itself: `restore` returns epoch 0, so the data set begins at
-  the start. A custom loop gets the number of steps of all epochs there, and divides
-  it: `divmod(step, steps_per_epoch)`.
+  saves every `checkpoint_steps` steps, and keeps three checkpoints. `restore` returns
+  epoch 0 and the number of all completed steps. Pass the whole data set to `fit`, which
+  finds the position. A custom loop uses `divmod(step, steps_per_epoch)`.
 
   Example:
 
@@ -99,7 +97,7 @@ class Run(keras.callbacks.Callback):
       servers with another `checkpoint_dir`; an elastic job. When `fit` or the
       context begins: a run that was not restored, a `fit` of another model or
       optimizer, a `fit` that does not start at the position of the checkpoint, or
-      groups of steps (`steps_per_execution`) of which none ends there.
+      a `steps_per_execution` that does not divide its step.
   """
 
   needs_all_workers = True  # See `ChiefOnly`.
@@ -222,13 +220,13 @@ class Run(keras.callbacks.Callback):
     Args:
       epoch: completed epochs.
       step: completed steps of the next one.
-      at_once: whether workers ask each other now, regardless of the time: after
+      at_once: whether workers look for a signal now, not only at intervals: after
         the last step, or before an evaluation.
 
     Raises:
       SystemExit: with the status 143, so that `with` and `finally` run. Also if
-        saving failed, which is logged: the previous checkpoint remains.
-      UnsupportedOptionError: not a position.
+        saving fails, which is logged; the previous checkpoint remains.
+      UnsupportedOptionError: an invalid position.
     """
     position = Position.checked(epoch, step)
     if self._preemption.is_requested(at_once):

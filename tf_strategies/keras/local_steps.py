@@ -21,11 +21,10 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   differences are averaged, weighted by the rows of each worker. `outer` updates
   the anchor with this average as the gradient, and all workers continue from
   the result (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
-  Training of Language Models"). It needs a ring of several workers.
+  Training of Language Models"). It needs a multi-worker strategy.
 
-  With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is
-  synchronous SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it
-  averages weights (local SGD).
+  With `outer=keras.optimizers.SGD(1.0)` it averages weights (local SGD). If
+  also `every=1`, and `optimizer` is SGD, it is synchronous SGD.
 
   In `fit`, workers also meet at the end of each epoch, and before `evaluate`
   and `predict`. There, and in callbacks between epochs, all workers have the

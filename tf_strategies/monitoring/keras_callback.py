@@ -12,22 +12,21 @@ from tf_strategies.monitoring import training_monitor
 class MonitorCallback(keras.callbacks.Callback):
   """Measures where the time of each step goes.
 
-  Keras's progress bar shows `examples/s`, of all workers, and `communication`, the
-  share of the time in which collectives were in progress: means of the epoch so far,
-  where they are known. They are in the logs of batches that callbacks after this one
-  get, and not in the history. With `timeline` every worker writes a timeline for
-  Perfetto.
+  Keras's progress bar shows `examples/s` of all workers, and `communication`, the
+  share of the time in which collectives were in progress. Both are means of the epoch
+  so far, if known. Later callbacks get them in the logs of batches; the history does
+  not. With `timeline` every worker writes a timeline for Perfetto.
 
-  Use one for one `fit`. Create it before data sets are distributed (`fit` itself
+  Make one for each `fit`. Create it before data sets are distributed (`fit` itself
   distributes a plain data set); otherwise the time that a step waits for its
-  batch is not measured. Time in callbacks between two steps belongs to none.
+  batch is not measured. Time in callbacks belongs to no step.
 
   Steps are numbered by the optimizer's `iterations`. With `steps_per_execution`,
   a call of several steps is measured; with parameter servers, the time in which
-  the chief schedules a step. Not visible are communication inside the graph
-  (strategies of one process, TensorFlow's collective runtime) and GPUs, whose
-  steps end when Keras reads their logs. The profiler of Keras's TensorBoard
-  callback shows them.
+  the chief schedules a step. It does not see communication inside the graph
+  (strategies of one process, TensorFlow's collective runtime), and a GPU's step
+  ends when Keras reads its logs. The profiler of Keras's TensorBoard
+  callback shows both.
 
   Example:
 
@@ -37,7 +36,7 @@ class MonitorCallback(keras.callbacks.Callback):
     ...                     batch_size=4, verbose=0, callbacks=[MonitorCallback()])
 
   Args:
-    timeline: as of `tfs.monitoring.TrainingMonitor`.
+    timeline: as in `tfs.monitoring.TrainingMonitor`.
 
   Raises:
     UnsupportedOptionError: `timeline` is no path of a local file.

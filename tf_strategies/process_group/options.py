@@ -20,8 +20,8 @@ SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
 
 MAJORITY = 'majority'
-"""As `min_workers`: a majority of the last group, so that only one side of a network
-that is cut goes on; of the cluster, if there was none."""
+"""As `min_workers`: a majority of the last group, or of the cluster if there was none.
+So only one side of a cut network continues."""
 
 _MIN_SECRET_BYTES = 16
 
@@ -41,9 +41,9 @@ class GroupOptions:
     allow_unauthenticated: permits a job without a secret to use addresses of other
       hosts, and peers of other users on this host.
     min_workers: smallest number of workers that may form a group; None means all.
-      With a number below a majority, both halves of a split network could go on.
+      With less than a majority, both halves of a split network could continue.
       With 'majority', a group that forms again has a majority of the last group (in a
-      tie, the half with its lowest task), or all workers that have not surely died.
+      tie, the half with its lowest task), or all workers not known to be dead.
     max_workers: largest number of workers that form a group; None means all.
     window_seconds: seconds to wait for more workers after `min_workers` have come.
   """

@@ -25,8 +25,8 @@ class LazyRows(
   never chosen for you. It gives the same results on one device and under every strategy.
 
   The gradients of a row that occurs several times in a batch are added first. Keras
-  squares them one by one. Adagrad therefore also gives different results if a batch
-  repeats a row, and sends less on parameter servers. Dense gradients are not affected.
+  squares each. So Adagrad, too, gives different results if a batch repeats a row.
+  Workers send fewer bytes to parameter servers. Dense gradients are not affected.
 
   Weight decay and moving averages of weights (`use_ema`) still update all rows.
 

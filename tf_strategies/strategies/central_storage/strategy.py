@@ -35,9 +35,9 @@ class CentralStorageStrategy(
 
   `tf.distribute.experimental.CentralStorageStrategy` has wrong metrics under
   Keras 3 and fails on BatchNormalization, EMA and loss scaling. Here metrics
-  have a copy on each replica and are reduced when they are read; moving
-  statistics are the mean over replicas; and rows,
-  clipping and accumulation work as in `RingMirroredStrategy`.
+  have a copy on each replica and are reduced when read; moving
+  statistics are means over replicas; uneven batches, clipping and
+  accumulation work as in `RingMirroredStrategy`.
 
   Example:
 

@@ -23,7 +23,7 @@ from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import variable_copies, whole_batch
 
-# In elements. Dividing a shorter slot adds more operations than it saves bytes.
+# Slots with fewer elements stay whole: dividing them would cost more time.
 _SHORTEST = 64
 
 

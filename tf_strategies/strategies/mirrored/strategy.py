@@ -72,7 +72,7 @@ class ExactStrategy:
 
     Args:
       fn: function of distributed batches, and of other arguments that are equal on
-        all workers. It returns tensors, which the caller gets once, not per replica.
+        all workers. It returns tensors. The caller gets each once, not per replica.
       optimizers: the optimizers that `fn` applies, if one of them is a
         `tfs.keras.LocalSteps`. Parameter servers always need them.
 
@@ -82,10 +82,10 @@ class ExactStrategy:
     return loop_step.make(self, fn, optimizers)
 
   def communication_report(self) -> dict[str, object]:
-    """Returns counters of the communication so far, counted by the graph as it ran.
+    """Returns counters of the communication so far, which running graphs update.
 
-    `cross_device_ops` (its class), `calls` of each kind, and `all_reduce_bytes_in`
-    and `reduce_bytes_in`, bytes received by each device.
+    They are `cross_device_ops` (a class), `calls` by kind, and `all_reduce_bytes_in`
+    and `reduce_bytes_in`, the bytes that each device received.
     """
     ops = self.cross_device_ops
     if isinstance(ops, cross_device.ScheduledAllReduce):
@@ -95,18 +95,18 @@ class ExactStrategy:
 
 @option_checks.has_options
 class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
-  """Mirrored training on the devices of one host, exactly.
+  """Mirrored training on one host, with one device's result.
 
   Differences from `tf.distribute.MirroredStrategy`:
 
   * Every reduction, broadcast and gather uses `cross_device_ops`, also for int32
     and to a CPU. Virtual GPUs, which NCCL rejects, work.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
-    dynamic loss scaling work under Keras 3: all replicas agree on finite
-    gradients.
-  * Moving statistics of BatchNormalization are one mean value everywhere.
-  * A replica without rows in the last batch contributes nothing, instead of NaN.
-  * `step` computes the step of a loop as one device would.
+    dynamic loss scaling work under Keras 3. All replicas agree whether
+    gradients are finite.
+  * Moving statistics of BatchNormalization are the same mean on all replicas.
+  * A replica without rows in the last batch adds nothing, not NaN.
+  * `step` runs a custom step as one device would.
 
   Example:
 
@@ -122,7 +122,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     devices: list such as ['GPU:0']; None means all GPUs, or all logical CPUs if
       there is no GPU.
     cross_device_ops: op that reduces values; default `AutoAllReduce()`: NCCL
-      between whole GPUs, otherwise the fastest of our algorithms.
+      between whole GPUs, otherwise this package's fastest algorithm.
     shard_optimizer_state: whether each device stores a part of the optimizer's
       state, such as the moments of Adam (ZeRO, stage 1). It applies to `fit` and
       `strategy.step`, not to `strategy.run`.

@@ -21,7 +21,7 @@ _started: dict[str, tuple[str, ...]] = {}
 class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, by TensorFlow's collectives.
 
-  It does what `tf.distribute.MultiWorkerMirroredStrategy` should do. Keras 3 `fit`,
+  Unlike with `tf.distribute.MultiWorkerMirroredStrategy`, Keras 3 `fit`,
   `evaluate` and `predict` work, uneven batches and clipping are exact, and large
   tensors travel in several parts at once. Use it on clusters with NCCL; it has not
   been run on several GPUs. On CPUs, `MultiWorkerRingStrategy` is faster. It can also
@@ -32,17 +32,17 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   worker: restart all workers.
 
   Args:
-    cluster: the workers; None reads TF_CONFIG. Without one this process is alone.
+    cluster: the workers; None reads TF_CONFIG. Without it, there is one worker.
     options: a `CollectiveOptions`.
     devices: devices of this worker, such as 'CPU:0'; by default all GPUs, or the
       first CPU.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed, or has no part for this process.
-    RendezvousError: not all workers came, or this worker's port is taken.
-    UnsupportedOptionError: options or devices that are not there, or NCCL
-      without a physical GPU for each device.
-    CollectiveMismatchError: workers with different numbers of devices.
+    RendezvousError: a worker is missing, or this worker's port is taken.
+    UnsupportedOptionError: a wrong option, a missing device, or NCCL without
+      a physical GPU for each device.
+    CollectiveMismatchError: workers have different numbers of devices.
   """
 
   def __init__(

@@ -26,9 +26,9 @@ class RingOptions:
     all_reduce: algorithm between workers: a name for `tfs.ScheduledAllReduce`, or
       'hierarchical(4)' with the number of workers on a host. 'auto' chooses it by
       the size of a bucket and by the hosts.
-    compression: format in which an optimizer's float gradients travel. All other
-      values are exact. 'none', or 'bfloat16' or 'float16' with half of the bytes (8
-      or 11 bits of precision).
+    compression: format in which an optimizer's float gradients travel: 'none',
+      or 'bfloat16' or 'float16' with half of the bytes (8 or 11 bits of
+      precision). All other values are exact.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
@@ -70,8 +70,8 @@ class CollectiveOptions:
   Attributes:
     communication: 'auto' (NCCL between physical GPUs, otherwise the ring), 'ring' or
       'nccl'.
-    max_subdivs_per_device: number of parts into which a tensor may be cut, which
-      travel at the same time; -1 for none, 0 for TensorFlow's choice.
+    max_subdivs_per_device: largest number of parts of a tensor that travel at the
+      same time; -1 to cut none, 0 for TensorFlow's choice.
     bucket_bytes: largest size of a bucket of small gradients.
     start_timeout_seconds: how long to wait for the other workers.
     timeout_seconds: how long one collective may take; 0 for no limit.

@@ -1,4 +1,4 @@
-"""`MultiWorkerRingStrategy`: replicas on several hosts, connected by our own ring."""
+"""`MultiWorkerRingStrategy`: several hosts, over TCP, shared memory or MPI."""
 
 import contextlib
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from tf_strategies.strategies.multi_worker import (
 
 @option_checks.has_options
 class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
-  """Synchronous training on several workers, exactly, over a ring of our own.
+  """Synchronous training on several workers, with one device's result.
 
   Every worker runs the same program. Variables are mirrored on all devices of
-  all workers and start from the chief's values. Gradients are added up on each
-  worker's devices in the graph, then between workers by host calls that overlap
-  with the backward pass. The result equals one device's with the same global batch.
+  all workers and start from the chief's values. The graph adds up the gradients of a
+  worker's devices. The host then adds them up between workers, during the
+  backward pass. The result equals one device's with the same global batch.
   TensorFlow's cluster runtime is not started.
 
   If a worker dies, stops or is cut off, every other worker raises
-  `WorkerUnavailableError`. If workers do different things, they raise
-  `CollectiveMismatchError`. With `tfs.elastic.run` the others go on.
+  `WorkerUnavailableError`; with `tfs.elastic.run` the others continue. If workers
+  call different operations, they raise `CollectiveMismatchError`.
 
-  Each worker gets its rows of the global batch. All workers must have the same
-  data in the same order, which is checked. Otherwise set the auto-shard policy to FILE
-  (each worker has its own files) or OFF (each worker has its own data).
+  Each worker takes its rows of the global batch. All workers must read the same
+  data in the same order; some batches are compared. If not, set the auto-shard policy
+  to FILE (each worker has its own files) or OFF (its own data).
 
   Example, in a process without TF_CONFIG (one worker):
 
@@ -61,7 +61,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed.
-    RendezvousError: workers are missing; names them.
+    RendezvousError: the workers that it names are missing.
     AuthenticationError: this worker's secret differs from the other workers'.
     UnsupportedOptionError: a device does not exist, or an option is not supported.
     CollectiveMismatchError: workers have different numbers of devices.
