@@ -17,18 +17,17 @@ _NCCL_DTYPES = (tf.float32, tf.float64)
 class AutoAllReduce(base.ScheduledAllReduce):
   """Picks the all-reduce by device type and size.
 
-  * CPUs: 'direct' by whole tensors, which cuts and joins nothing.
+  * CPUs: 'direct', which sends whole tensors and cuts none.
   * Parts of one GPU, where each copy has the same latency: a tree, which copies
     least often, over small tensors packed together.
   * float32 and float64 on physical GPUs, in a graph: TensorFlow's
-    `tf.distribute.NcclAllReduce`, which is ahead of any ring of copies. NCCL
-    refuses virtual GPUs.
+    `tf.distribute.NcclAllReduce`. NCCL refuses virtual GPUs.
   * All other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
     model, for the bytes of the call and the link between the devices. Tensors are
     cut so that the busiest link carries 2(N-1)/N of them.
 
-  One GPU has run this op, split into parts and, by NCCL, as one device. The choice
-  between several GPUs was checked on CPUs.
+  It ran on one GPU, as virtual GPUs and, with NCCL, as one device. The choice for
+  several GPUs was checked on CPUs.
   """
 
   def __init__(self) -> None:

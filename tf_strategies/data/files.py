@@ -39,8 +39,8 @@ class Files:
 
   Raises:
     DataError: a file is missing.
-    UnsupportedOptionError: other than one count for each file, or an argument of
-      another kind.
+    UnsupportedOptionError: not one count for each file, or an argument of a
+      wrong type.
   """
 
   def __init__(
@@ -110,7 +110,7 @@ class TFRecords(Files):
 
   Raises:
     DataError: a file is missing or truncated.
-    UnsupportedOptionError: other than one count for each file.
+    UnsupportedOptionError: not one count for each file.
   """
 
   def __init__(

@@ -195,9 +195,9 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
-    """Meets if any steps were taken since the last meeting. All workers call it.
+    """Meets if there were steps since the last meeting. All workers must call it.
 
-    Use it in your own loop before weights are read or saved.
+    In your own loop, call it before weights are read or saved.
     """
     with _keras_internal.strategy_of(self).scope():
       _local_worker(is_training=True).settle(self._weights())
