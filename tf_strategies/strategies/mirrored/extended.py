@@ -386,7 +386,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """Returns `places`, and the number of all; tensors if they may change."""
     return self.places, self._num_replicas_in_sync
 
-  def exchange(self) -> exchange_lib.Exchange:
+  def step_exchange(self) -> exchange_lib.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
     return exchange_lib.Exchange(self._get_cross_device_ops(None))
 

@@ -169,7 +169,9 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
       return super()._read_variable_op(no_copy)
     site = site_lib.Site('CPU:0', None, 0)
     columns = [[copy.read_value()] for copy in self.values]
-    [[whole]] = self._extended.exchange().join(columns, [self.shape], [site])
+    [[whole]] = self._extended.step_exchange().join(
+      columns, [self.shape], [site]
+    )
     return whole
 
   def _write(self, method, value, *args, **kwargs):

@@ -318,7 +318,7 @@ class WholeStep:
 
   def _exchange(self) -> exchange_lib.Exchange:
     """Returns how the replicas of the step meet."""
-    return self._extended.exchange()
+    return self._extended.step_exchange()
 
   def _counts_of(self, leaves) -> tf.Tensor | None:
     """Returns the number of rows of each replica, int32."""

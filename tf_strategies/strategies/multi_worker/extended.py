@@ -117,7 +117,7 @@ class MultiWorkerExtended(
     mine = super().total_of(variable)
     return self.communicator.sum(mine, 'metric')
 
-  def exchange(self):
+  def step_exchange(self):
     """See base class."""
     return self.communicator
 
