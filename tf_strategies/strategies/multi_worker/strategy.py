@@ -26,6 +26,8 @@ class MultiWorkerStrategy(
   by rank.
   """
 
+  extended_class = extended_lib.MultiWorkerExtended
+
   @classmethod
   def place_in(
     cls, cluster: cluster_lib.ClusterConfig | None
@@ -68,7 +70,7 @@ class MultiWorkerStrategy(
     Raises:
       CollectiveMismatchError: if workers have other devices or options.
     """
-    extended = extended_lib.MultiWorkerExtended(
+    extended = self.extended_class(
       self, devices, cross_device_ops, communicator
     )
     tf.distribute.Strategy.__init__(self, extended)
