@@ -1,6 +1,7 @@
 """Links workers by TensorFlow's collective runtime (RING or NCCL)."""
 
 import collections
+import contextlib
 import itertools
 import json
 import time
@@ -140,6 +141,15 @@ class RuntimeCommunicator(communicator.Communicator):
           f'{name}/{rank}', ends_at - time.monotonic()
         )
         answers.append(json.loads(answer))
+      # The service ends with rank 0, which may end after this call.
+      if self.rank:
+        with contextlib.suppress(tf.errors.OpError):
+          _tf_internal.publish_config_value(f'{name}/read/{self.rank}', '')
+      else:
+        for rank in range(1, self.world_size):
+          _tf_internal.config_value(
+            f'{name}/read/{rank}', ends_at - time.monotonic()
+          )
     except tf.errors.OpError as e:
       raise _exchange_error(e, tag, rank, seconds) from e
     return answers
