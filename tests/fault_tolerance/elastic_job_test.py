@@ -103,6 +103,22 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     state.hold()
     self.assertEqual(state.position, Position(2, 3))
 
+  def test_equal_steps_of_two_groups_give_two_states(self):
+    """Checks that a worker takes one of the two when the network is whole again."""
+    self.job.restore(self.model)
+    self.job.update(0, 3)
+    state = self.job._state
+    for other, is_taken in ((state.group, False), ([1, 'other'], True)):
+      tasks = [mock.Mock(rank=i, progress=state.order) for i in range(2)]
+      group = mock.Mock(rank=1, members=tasks)
+      group.exchange = lambda tag, value, other=other: [
+        {**value, 'group': other} if tag == 'elastic/state' else value,
+        value,
+      ]
+      group.broadcast.side_effect = lambda array, root, name: array
+      self.job._synchronise(group, 'train')
+      self.assertEqual(group.broadcast.called, is_taken)
+
   def test_lost_state_is_reported(self):
     with (
       mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': '1'}),

@@ -328,7 +328,7 @@ class Members:
     answers = self._ask(group, phase, seed)
     best = max(
       group.members,
-      key=lambda m: (m.progress, answers[m.rank]['shared'], -m.rank),
+      key=lambda m: (m.progress, bool(answers[m.rank]['group']), -m.rank),
     )
     if not best.progress and _was_restarted():
       logging.warning(
@@ -342,13 +342,14 @@ class Members:
       if None not in said:
         self.check_same(said, *about)
     have = [
-      a['shared'] and m.progress == best.progress
+      bool(a['group'])
+      and (a['group'], m.progress) == (theirs['group'], best.progress)
       for a, m in zip(answers, group.members, strict=True)
     ]
     if not all(have):
       enters_fit = theirs['phase'] in _INSIDE and phase == FIT
       state.take(group, best.rank, have[group.rank], enters_fit)
-    state.is_shared = True
+    state.group = [group.generation, group.members[0].incarnation]
     is_inside = phase in _INSIDE
     behind = theirs['steps'] - state.num_steps
     if not is_inside or behind > 1:
@@ -382,7 +383,7 @@ class Members:
       'history': state.history,
       'set_up': state.strategy.set_up,
       'seed': seed,
-      'shared': state.is_shared,
+      'group': state.group,
       'variables': state.describe(),
     }
     answers = group.exchange('elastic/state', mine)

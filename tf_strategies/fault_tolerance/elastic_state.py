@@ -35,7 +35,8 @@ class SharedState:
     scalars: values of the shared scalars after the last of these steps. Callbacks may
       have changed them since, such as the learning rate.
     history: values of the logs of the completed epochs of `fit`, by name.
-    is_shared: True once this worker has the state of its group.
+    group: generation of the last group whose state this worker has, and incarnation of
+      its rank 0; None before the first. Two groups of a cut network have two states.
     is_one_fit: True if all steps belong to one model, so that another worker can
       continue in the middle of them.
     fit: epochs and steps of an epoch that `job.fit` was called with.
@@ -44,7 +45,7 @@ class SharedState:
   def __init__(self):
     self.strategy: Any = None
     self.position = Position()
-    self.is_shared = False
+    self.group: list[Any] | None = None
     # Calls of the optimizer until there.
     self.iterations = 0
     self.num_steps = 0
@@ -58,7 +59,7 @@ class SharedState:
   def begin(self, strategy) -> None:
     """Starts a call of the training function, with this strategy."""
     self.strategy = strategy
-    self.is_shared = False
+    self.group = None
     self.is_one_fit = True
     self.callbacks: Sequence[keras.callbacks.Callback] = ()
     # Variables, metrics and callbacks of the epoch that this worker enters.
@@ -73,7 +74,7 @@ class SharedState:
   @property
   def order(self) -> int:
     """Number by which workers compare progress; 0 for a worker without state."""
-    if self._held is None and not self.is_shared:
+    if self._held is None and not self.group:
       return 0
     # Each summand grows with the other two, so their sum compares like each of them.
     epoch, step = self.position
@@ -152,7 +153,7 @@ class SharedState:
 
   def hold(self) -> None:
     """Copies this worker's state to memory, for the next call."""
-    if not (self._objects and self.is_shared):
+    if not (self._objects and self.group):
       return  # The previous copy is still valid.
     # Steps may have been applied before the program could record them.
     applied = self._iterations() - self.iterations
