@@ -233,7 +233,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.smoke
   def test_newer_coordinator_takes_over_the_servers(self):
-    """Checks that the old coordinator raises and names the new one, which continues."""
+    """Checks that the old chief raises and names the new one, which continues."""
     with parameter_servers.Job(num_ps=1) as job:
       options = {'mode': 'sync', 'checkpoint_dir': self.checkpoints}
       job.start_chief(programs.train, (self.progress, 1000, False, options))

@@ -40,7 +40,7 @@ def _model(**options):
 
 
 def _errors_on_servers(mode):
-  # Keras 2 predicts only on the coordinator.
+  # Keras 2 predicts only on the chief.
   strategy = tfs.ParameterServerStrategy(mode=mode)
   with strategy.scope():
     model = _model()

@@ -170,6 +170,35 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
     specs = [tf.TensorSpec(m.shape, m.dtype) for m in messages]
     self.assertEqual(packed.specs, specs)
 
+  def test_vectors_of_unknown_length(self):
+    """Checks that numbers of rows travel with small tensors, and rows alone."""
+    specs = [
+      tf.TensorSpec(shape, dtype)
+      for shape, dtype in (
+        ([None], tf.int32),
+        ([None, 2], tf.float32),
+        ([3], tf.float32),
+        ([None], tf.int64),
+      )
+    ]
+    packed = packing.Packing(specs)
+
+    @tf.function(input_signature=specs, autograph=False)
+    def run(*tensors):
+      messages = packed.pack(tensors)
+      self.assertLen(messages, 2)
+      return packed.unpack(messages)
+
+    for first, second in ((0, 5), (7, 0), (4, 4), (0, 0)):
+      sent = [
+        _random(np.int32, [first], 1),
+        _random(np.float32, [second, 2], 2),
+        _random(np.float32, [3], 3),
+        _random(np.int64, [second], 4),
+      ]
+      found = [t.numpy() for t in run(*map(tf.constant, sent))]
+      _assert_same_bits(self, sent, found)
+
 
 if __name__ == '__main__':
   tf.test.main()

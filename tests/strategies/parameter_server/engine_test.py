@@ -367,10 +367,10 @@ class EngineTest(absltest.TestCase):
   def _start(self, worker):
     self.began_at[worker] = self.engine.steps_done
 
-  def _end(self, worker, steps=1):
+  def _end(self, worker, steps=1, step=_STEP):
     task = types.SimpleNamespace(worker=worker, began_at=self.began_at[worker])
     update = types.SimpleNamespace(
-      step=_STEP, chosen=[task] * steps, dropped=0, outputs=None
+      step=step, chosen=[task] * steps, dropped=0, outputs=None
     )
     self.engine.finished(update)
 
@@ -378,6 +378,7 @@ class EngineTest(absltest.TestCase):
     layout = types.SimpleNamespace(key='a layout', specs={})
     update = types.SimpleNamespace(
       function=types.SimpleNamespace(layout=layout),
+      step=_STEP,
       specs=traced_step.Outputs(()),
     )
     task = types.SimpleNamespace(
@@ -423,6 +424,28 @@ class EngineTest(absltest.TestCase):
     report = self.engine.report()
     self.assertEqual(report['staleness'], {0: 7, 7: 1})
     self.assertEqual(report['steps'], 8)
+
+  def test_results_are_read_when_they_are_used(self):
+    step = engine_lib.Step(run=None, trains=True, results=list)
+    number = engine_lib.LatestNumber(self.engine, step, 0, ())
+    values = iter(range(9))
+    self.engine._read_results = lambda step: [next(values)]
+    is_busy = self.enter_context(mock.patch.object(self.engine.pool, 'is_busy'))
+
+    def end(busy, expected):
+      is_busy.return_value = busy
+      self._start(0)
+      self._end(0, step=step)
+      for _ in range(2):
+        self.assertEqual(int(number), expected)
+
+    end(busy=True, expected=0)
+    end(busy=True, expected=0)  # Still recent.
+    end(busy=False, expected=1)
+    self.engine.note_write()
+    end(busy=True, expected=2)
+    with mock.patch.object(engine_lib, '_RESULTS_SECONDS', 0.0):
+      end(busy=True, expected=3)
 
 
 class _Dataset(input.WorkerDataset):

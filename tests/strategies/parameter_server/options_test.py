@@ -72,12 +72,12 @@ class ClusterTest(parameterized.TestCase):
     (
       'a_worker',
       {'job': 'worker', 'index': 1},
-      "coordinator, got task 'worker' 1",
+      "'chief', got task 'worker' 1",
     ),
     (
       'an_evaluator',
       {'job': 'evaluator', 'evaluator': ['localhost:9']},
-      "coordinator, got task 'evaluator' 0",
+      "'chief', got task 'evaluator' 0",
     ),
   )
   def test_invalid_cluster_is_refused(self, changes, message):

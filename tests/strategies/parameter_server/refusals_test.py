@@ -84,7 +84,7 @@ def loop_in_a_function(strategy):
 
 
 class OwnTrainFunction(keras.Sequential):
-  """A model whose own train function would run steps on the coordinator."""
+  """A model whose own train function would run steps on the chief."""
 
   def make_train_function(self, force=False):
     self.train_function = lambda iterator: self.train_step(next(iterator))

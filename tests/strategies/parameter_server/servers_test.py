@@ -41,7 +41,7 @@ def steps_of_a_loop(strategy):
   for x in inputs:
     loss = step(x)['loss']
   strategy.join()
-  # The step counter survives a write by the coordinator.
+  # The step counter survives a write by the chief.
   offset.assign(2.0)
   result = strategy.step(model)(inputs[0])
   return {

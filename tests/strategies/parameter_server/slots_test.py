@@ -41,16 +41,13 @@ class SlotsTest(local_servers.LocalServersTestCase):
     inner = step.traced.function.graph.get_operations()
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
-    # Each server gets the gradients of its rows, their indices, and small tensors as
-    # bytes: on the first server gradients, the loss and the number of rows.
+    # Each server gets the gradients of its rows. All else travels as bytes: the numbers
+    # of the rows and, on the first server, small gradients and the loss.
     shapes = {
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
-    rows = [None, 4], [None]
-    self.assertEqual(
-      shapes, {0: [*rows, [4 * (4 + 1 + 1 + 1)]], 1: [*rows, [4]]}
-    )
+    self.assertEqual(shapes, {i: [[None, 4], [None]] for i in (0, 1)})
     # All copies from the first server come in one message.
     server = local_servers.device(0)
     # pylint: disable-next=protected-access
@@ -107,7 +104,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
 
 
 class CoordinatorAccessTest(local_servers.LocalServersTestCase):
-  """Access by the coordinator waits for the steps in progress."""
+  """Access by the chief waits for the steps in progress."""
 
   def setUp(self):
     super().setUp()

@@ -191,7 +191,7 @@ class Step:
   @functools.cached_property
   def _apply(self):
     return slots.ApplyFunction(
-      self._step, self.worker, 1, lambda f, *args: f(*args)
+      self._step, self.worker, 1, lambda f, *args: f(*args), reports=True
     )
 
   def __call__(self, *batch):

@@ -1,4 +1,4 @@
-"""The coordinator's connection to its cluster: who is alive, and who drives it."""
+"""The chief's connection to its cluster: who is alive, and who drives it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checked_cluster(
       )
   if cluster.task_type != 'chief':
     raise errors.ClusterConfigError(
-      f'Expected the chief as coordinator, got task {cluster.task_type!r} '
+      f"Expected task 'chief', got task {cluster.task_type!r} "
       f'{cluster.task_index}. Fix: start the program through '
       'tfs.cluster.run_task(train), which makes ps and worker tasks serve.'
     )
@@ -223,7 +223,7 @@ class Liveness:
       f'parameter server ps {server} at {address} died or was restarted: its '
       'variables are gone. Fix: restart it. With checkpoint_dir=... training '
       'continues by itself from the latest checkpoint; without it restart the '
-      'coordinator.',
+      'chief.',
       server,
       address,
     )
@@ -234,7 +234,7 @@ class Liveness:
       'Expected an update of parameter servers that is applied as a whole, '
       'got a broken connection. Fix: set checkpoint_dir, and training '
       'continues by itself from the latest checkpoint; without it restart '
-      'the coordinator.',
+      'the chief.',
       0,
       self.address('ps', 0),
     )

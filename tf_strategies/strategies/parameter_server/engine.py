@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from tf_strategies.strategies.parameter_server import (
   worker_pool,
 )
 from tf_strategies.strategies.parameter_server import options as options_lib
+
+_RESULTS_SECONDS = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,9 +50,12 @@ class Step:
     default_factory=dict
   )
   has_warned: bool = False
-  # What the newest one that is done has returned, and how often variables had been
-  # written by then.
+  # Results of the newest one that is done. If they are read from variables: how often
+  # the chief had written any, how many were done, and the time.
   newest: list[np.ndarray] | None = None
+  read_at: tuple[int, int, float] = -1, 0, 0.0
+  # How many are done, and how often the chief had written variables by then.
+  done: int = 0
   reported_at: int = -1
 
 
@@ -77,7 +83,7 @@ class StepTask(worker_pool.Task):
     self.began_at = 0  # How many steps had been done.
 
   def is_wanted(self) -> bool:
-    """Returns whether its update waits for it, or it applies the update."""
+    """Returns False if its update is complete without it."""
     return not (self.update.is_complete and self.may_repeat)
 
   def may_begin(self, worker: int) -> bool:
@@ -241,7 +247,7 @@ class Engine:
     self.pool, self._in_replica = pool, in_replica
     self._with_recovery = recovery.with_recovery
     self.options = options
-    self._writes = 0  # How often the coordinator has written variables.
+    self._writes = 0  # How often the chief has written variables.
     self.steps_done = 0
     self._staleness = collections.Counter()
     self._dropped = 0
@@ -327,8 +333,9 @@ class Engine:
   def newest(self, step: Step) -> list[np.ndarray] | None:
     """Returns the results of the newest task that is done.
 
-    Waits for one if none is done since the coordinator last wrote a variable,
-    which is how Keras begins an epoch.
+    Waits for one if none is done since the chief last wrote a variable,
+    which is how Keras begins an epoch. While steps run, results that are read from
+    variables are up to `_RESULTS_SECONDS` old.
     """
 
     def is_current():
@@ -338,7 +345,24 @@ class Engine:
       self._with_recovery(
         lambda: self.pool.wait(lambda: is_current() or not self.pool.is_busy())
       )
+    if is_current() and self._reads_results(step):
+      writes, done, at = step.read_at
+      is_recent = time.monotonic() - at < _RESULTS_SECONDS
+      is_usable = writes == self._writes and (
+        done == step.done or (is_recent and self.pool.is_busy())
+      )
+      if not is_usable:
+        step.read_at = self._writes, step.done, time.monotonic()
+        step.newest = self._with_recovery(lambda: self._read_results(step))
     return step.newest
+
+  def _reads_results(self, step: Step) -> bool:
+    """Returns whether results are read when they are used, not in each update."""
+    return step.results is not None and not self._is_sync
+
+  def _read_results(self, step: Step) -> list[np.ndarray]:
+    read = self._cached((step, 'results'), lambda: slots.results_function(step))
+    return [t.numpy() for t in read()]
 
   def _report_of(self, update: Update) -> Any:
     """Returns the results of a step as `LatestNumber`s; waits for other tensors.
@@ -387,7 +411,7 @@ class Engine:
     update = task.update
     with self.pool.lock:
       self.pool.wait_for_connections()
-      # A step that failed may be begun again, so its late shares must not count.
+      # The caller may repeat a step that failed. Late shares must not count then.
       has_failed = task.attempt != self.pool.attempt
       shares_rows = update.function.powers is not None
       if update.is_complete or (shares_rows and has_failed):
@@ -416,6 +440,8 @@ class Engine:
         self.release(task)
       if update.specs.are_numbers:
         reported = numbers
+    if self._reads_results(update.step) and update.specs.are_numbers:
+      return
     update.outputs = tf.nest.pack_sequence_as(update.specs.structure, reported)
 
   def finished(self, update: Update) -> None:
@@ -430,6 +456,8 @@ class Engine:
       self._dropped += update.dropped
     if update.outputs is not None:
       update.step.newest = tf.nest.flatten(update.outputs)
+    if update.chosen:
+      update.step.done += 1
       update.step.reported_at = self._writes
 
   def _powers_for(self, step: Step, work: Work) -> traced_step.Powers | None:
@@ -507,7 +535,9 @@ class Engine:
       return None
     return self._cached(
       (step, 'apply', function.layout.key, count),
-      lambda: slots.ApplyFunction(step, function, count, self._in_replica),
+      lambda: slots.ApplyFunction(
+        step, function, count, self._in_replica, not self._reads_results(step)
+      ),
     )
 
   def take_slots(self, layout: slots.SlotLayout) -> slots.Slots:

@@ -115,7 +115,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     # Makes what Keras calls for the steps of a model.
     self.make_step_function = make_step_function
     self._registry = registry
-    # Steps are run by our own threads, not by TensorFlow's coordinator.
+    # Steps are run by our own threads, not by `ClusterCoordinator`.
     self._allow_run_without_coordinator = True
 
   def _create_variable(self, next_creator, **kwargs):

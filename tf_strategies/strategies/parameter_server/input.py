@@ -1,6 +1,6 @@
-"""What feeds the steps: batches of the coordinator, or data that workers read.
+"""What feeds the steps: batches of the chief, or data that workers read.
 
-Batches that the coordinator reads go to one step each, and to another worker if
+Batches that the chief reads go to one step each, and to another worker if
 the first is lost. Data that workers read is cut into splits: a data set
 function is called for each. Either way each element counts once an epoch.
 """
@@ -46,7 +46,7 @@ class WorkerTensor:
 
 
 class Batches(Iterator):
-  """An iterator over what steps are begun with, on the coordinator.
+  """An iterator over what steps are begun with, on the chief.
 
   `hides_rows` says whether steps must not know how many rows there are, as on
   one device: the data set does not tell.
@@ -71,7 +71,7 @@ class Batches(Iterator):
 def _read_in_function(what):
   return errors.UnsupportedOptionError(
     f'{what} inside a tf.function',
-    'batches that the coordinator reads outside of functions',
+    'batches that the chief reads outside of functions',
     'call strategy.step(fn, optimizers)(batch) for each batch, or '
     'read inside of a function that '
     'tf.distribute.coordinator.ClusterCoordinator schedules, from '
@@ -281,7 +281,7 @@ def steps_on(
 
 
 class FedDataset(_Dataset):
-  """A data set whose batches the coordinator reads and sends to workers."""
+  """A data set whose batches the chief reads and sends to workers."""
 
   # pylint: disable-next=super-init-not-called
   def __init__(
@@ -313,7 +313,7 @@ class FedDataset(_Dataset):
 
   def __call__(self) -> Any:
     """Returns what TensorFlow's `ClusterCoordinator` makes on each worker."""
-    # A worker has not got the coordinator's data set, but can make one like it.
+    # A worker has not got the chief's data set, but can make one like it.
     with tf.init_scope():
       graph = _graph_of(self.dataset)
     # Not of a constant, which TensorFlow would make a data set of beforehand.

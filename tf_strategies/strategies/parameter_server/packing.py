@@ -2,7 +2,8 @@
 
 Each tensor that crosses tasks costs a remote procedure call, about as much as
 sending 100 kB. So small ones travel as the bytes of one tensor; large ones
-travel alone, since packing would copy them.
+travel alone, since packing would copy them. The numbers of rows count as small: the
+rows, which are larger, travel beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 # Above, a copy costs more than a call of its own.
 SMALL_BYTES = 256 * 1024
+_LENGTH_BYTES = 8  # Of the length of a vector.
 
 
 def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
@@ -38,32 +40,40 @@ class Packing:
 
   def __init__(self, specs: Sequence[tf.TensorSpec]):
     self._specs = specs
-    # Bytes of the small ones, by index.
-    self._sizes = {
-      i: spec.shape.num_elements() * spec.dtype.size
-      for i, spec in enumerate(specs)
-      if is_small(spec.shape, spec.dtype)
-    }
+    # Bytes of the small ones, by index; None for a vector of integers of any length.
+    self._sizes: dict[int, int | None] = {}
+    for i, spec in enumerate(specs):
+      if is_small(spec.shape, spec.dtype):
+        self._sizes[i] = spec.shape.num_elements() * spec.dtype.size
+      elif spec.shape.as_list() == [None] and spec.dtype.is_integer:
+        self._sizes[i] = None
+    self._vectors = [i for i, size in self._sizes.items() if size is None]
     self._alone = [i for i in range(len(specs)) if i not in self._sizes]
     self.specs = [specs[i] for i in self._alone]
     if self._sizes:
-      self.specs.append(tf.TensorSpec([sum(self._sizes.values())], tf.uint8))
+      total = None if self._vectors else sum(self._sizes.values())
+      self.specs.append(tf.TensorSpec([total], tf.uint8))
 
   def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the messages with these tensors."""
     messages = [tensors[i] for i in self._alone]
     if self._sizes:
-      messages.append(
-        tf.concat([_to_bytes(tensors[i]) for i in self._sizes], 0)
-      )
+      packed = {i: _to_bytes(tensors[i]) for i in self._sizes}
+      # The message begins with the lengths of vectors.
+      lengths = [_to_bytes(tf.size(packed[i], tf.int64)) for i in self._vectors]
+      messages.append(tf.concat([*lengths, *packed.values()], 0))
     return messages
 
   def unpack(self, messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors that `pack` was given."""
     found = dict(zip(self._alone, messages, strict=False))
     if self._sizes:
-      parts = tf.split(messages[-1], [*self._sizes.values()])
-      for i, part in zip(self._sizes, parts, strict=True):
+      message, sizes = messages[-1], dict(self._sizes)
+      for i in self._vectors:
+        length, message = tf.split(message, [_LENGTH_BYTES, -1])
+        sizes[i] = _from_bytes(length, tf.TensorSpec([], tf.int64))
+      parts = tf.split(message, [*sizes.values()], num=len(sizes))
+      for i, part in zip(sizes, parts, strict=True):
         found[i] = _from_bytes(part, self._specs[i])
     return [found[i] for i in range(len(found))]
 
@@ -76,7 +86,8 @@ def _to_bytes(tensor):
 
 def _from_bytes(part, spec):
   inner = [spec.dtype.size] if spec.dtype.size > 1 else []
-  part = tf.reshape(part, [*spec.shape, *inner])
+  dims = [-1 if dim is None else dim for dim in spec.shape.as_list()]
+  part = tf.reshape(part, [*dims, *inner])
   if spec.dtype == tf.bool:
     return tf.cast(part, tf.bool)
   return tf.bitcast(part, spec.dtype)

@@ -32,7 +32,7 @@ _RETRY_SECONDS = 1.0
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The coordinator reads and writes the files, so tasks need no common file system.
+  The chief reads and writes the files, so tasks need no common file system.
 
   When a server dies, all variables are restored, to the state of one moment. Steps that
   were done or begun since then are lost.

@@ -1,10 +1,10 @@
 """What a step on a worker leaves on the servers, and the function that applies it.
 
-A worker writes no variable. The gradients of its step, its writes to its copies of
-variables, and the numbers that it reports go into slots on the servers that hold the
-variables. `ApplyFunction`, which the chief calls, applies the slots of one
-task, or of several that share the rows of a batch. Until it begins, no variable has
-changed, so a task can be repeated with other slots. It then forgets the first ones.
+A worker writes no variable. Its task has slots: variables of its own on the servers. It
+puts the gradients of the step there, what the step wrote to its copies of variables, and
+the numbers that it reports. Then the chief calls an `ApplyFunction`, which applies the
+slots of one task, or of several that share the rows of a batch. No other variable changes
+before. If a worker is lost, its task is repeated with other slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ROWS = tf.TensorSpec([], tf.float32)
 class SlotLayout:
   """Which tensors of a traced step are in which slots.
 
-  First come the gradients, then the writes, then the numbers.
+  First come the gradients, then the writes, then the numbers. If tasks share rows, their
+  number follows, to each server.
 
   Attributes:
     parts: server and spec of each tensor.
@@ -40,7 +41,8 @@ class SlotLayout:
     handles: specs of the handles of the slots of a task.
   """
 
-  def __init__(self, traced: traced_step.TracedStep):
+  def __init__(self, traced: traced_step.TracedStep, has_rows: bool):
+    self._has_rows = has_rows
     self.parts: list[tuple[int, tf.TensorSpec]] = [
       (part.server, spec)
       for gradient in traced.gradients
@@ -52,15 +54,15 @@ class SlotLayout:
       for write in traced.writes
       for part in write.variable.parts
     ]
-    # By server: numbers of its parts, and how they travel, with the number of rows.
+    # By server: numbers of its parts, and how they travel.
     self._sent: dict[int, tuple[list[int], packing.Packing]] = {}
     self.specs: dict[int, list[tf.TensorSpec]] = {}
     if traced.outputs.are_numbers:
       self.parts += [(0, spec) for spec in traced.outputs.specs]
     for server in sorted({server for server, _ in self.parts}):
       there = [i for i, (place, _) in enumerate(self.parts) if place == server]
-      specs = [*(self.parts[i][1] for i in there), _ROWS]
-      packed = packing.Packing(specs)
+      specs = [self.parts[i][1] for i in there]
+      packed = packing.Packing(specs + [_ROWS] * has_rows)
       self._sent[server], self.specs[server] = (there, packed), packed.specs
     count = sum(map(len, self.specs.values()))
     self.handles = [tf.TensorSpec([], tf.resource)] * count
@@ -68,19 +70,21 @@ class SlotLayout:
   @functools.cached_property
   def key(self) -> str:
     """Returns the same for layouts whose slots one function can apply."""
-    return str(self.parts)
+    return str((self.parts, self._has_rows))
 
   def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
     """Returns the messages to a server, with its tensors and the number of rows."""
     there, packed = self._sent[server]
-    return packed.pack([*(tensors[i] for i in there), rows])
+    sent = [tensors[i] for i in there]
+    return packed.pack(sent + [rows] * self._has_rows)
 
   def take(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
     """Empties slots on a server; returns their parts by index, and the row count."""
     there, packed = self._sent[server]
-    *found, rows = packed.unpack(
+    found = packed.unpack(
       [_taken(next(handles), spec) for spec in packed.specs]
     )
+    rows = found.pop() if self._has_rows else None
     return dict(zip(there, found, strict=True)), rows
 
 
@@ -135,7 +139,7 @@ class WorkerFunction:
   ):
     self.traced, self.powers = traced, powers
     self._batch = batch
-    self.layout = SlotLayout(traced)
+    self.layout = SlotLayout(traced, has_rows=powers is not None)
     self._function = traced_step.concrete(
       self._trace, batch.argument, *self.layout.handles
     )
@@ -158,8 +162,9 @@ class WorkerFunction:
     if self.traced.outputs.are_numbers:
       tensors += outputs
       outputs = []
-    rows = batch_message.rows_of(batch) if self.powers else 1
-    rows = tf.cast(rows, tf.float32)
+    rows = None
+    if self.powers:
+      rows = tf.cast(batch_message.rows_of(batch), tf.float32)
     remaining = iter(handles)
     for server in self.layout.specs:
       messages = self.layout.messages(server, tensors, rows)
@@ -219,6 +224,7 @@ class ApplyFunction:
     function: what each task computes.
     count: number of tasks.
     in_replica: calls a function in the strategy's replica context.
+    reports: whether it returns the `results` of a step that has them.
   """
 
   def __init__(
@@ -227,9 +233,10 @@ class ApplyFunction:
     function: WorkerFunction,
     count: int,
     in_replica: Callable[..., Any],
+    reports: bool,
   ):
     self._step, self._worker, self._count = step, function, count
-    self._in_replica = in_replica
+    self._in_replica, self._reports = in_replica, reports
     self._function = traced_step.concrete(
       self._trace, *function.layout.handles * count
     )
@@ -254,15 +261,7 @@ class ApplyFunction:
         for index in read[0][0]:
           parts[index] = [found[index] for found, _ in read], weights
     with tf.device(variables.server_device(0)), variables.applying():
-      numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
-      packed = packing.Packing(
-        [tf.TensorSpec(t.shape, t.dtype) for t in numbers]
-      )
-      messages = packed.pack(numbers)
-    # A tensor that is read from another task leaves 3 kB there for good: a kernel
-    # with the number of the copy.
-    with tf.device(traced_step.COORDINATOR):
-      return packed.unpack(list(map(tf.identity, messages)))
+      return _sent(self._apply(iter([parts[i] for i in sorted(parts)])))
 
   def _apply(self, parts):
     traced, powers = self._worker.traced, self._worker.powers
@@ -294,15 +293,38 @@ class ApplyFunction:
     if not traced.outputs.are_numbers:
       return []
     if self._step.results is not None:
-      return list(
-        map(tf.convert_to_tensor, tf.nest.flatten(self._step.results()))
-      )
+      return _results(self._step) if self._reports else []
     of_outputs = powers.outputs if powers else itertools.repeat(0)
     found = []
     for (values, weights), power in zip(parts, of_outputs, strict=False):
       exact = [tf.cast(value, tf.float64) for value in values]
       found.append(tf.cast(_combined(exact, weights, power), values[0].dtype))
     return found
+
+
+def results_function(step) -> Callable[[], list[tf.Tensor]]:
+  """Returns a function that reads the `results` of a step from the servers."""
+
+  def read():
+    with tf.device(variables.server_device(0)):
+      return _sent(_results(step))
+
+  return traced_step.concrete(read)
+
+
+def _results(step) -> list[tf.Tensor]:
+  """Returns the results that are computed from variables."""
+  return list(map(tf.convert_to_tensor, tf.nest.flatten(step.results())))
+
+
+def _sent(numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  """Returns tensors of a server on the chief."""
+  packed = packing.Packing([tf.TensorSpec(t.shape, t.dtype) for t in numbers])
+  messages = packed.pack(numbers)
+  # A tensor that is read from another task leaves 3 kB there for good: a kernel
+  # with the number of the copy.
+  with tf.device(traced_step.COORDINATOR):
+    return packed.unpack(list(map(tf.identity, messages)))
 
 
 def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:

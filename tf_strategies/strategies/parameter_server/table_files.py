@@ -1,6 +1,6 @@
 """Tables in checkpoints: rows go between servers and files, block by block.
 
-A table is a large variable, or a table without a vocabulary. The coordinator reads and
+A table is a large variable, or a table without a vocabulary. The chief reads and
 writes all files, so tasks need no common file system. It holds a block of rows beside
 its variables. Rows that were saved on some servers are restored on any others.
 

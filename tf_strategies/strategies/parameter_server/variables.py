@@ -104,7 +104,7 @@ def _is_read(variable: tf.Variable, tensor: tf.Tensor) -> bool:
 class OnServers:
   """Reads of a variable on one server, or in parts on several.
 
-  The coordinator's own reads are `drained`: they wait until all scheduled steps are
+  The chief's own reads are `drained`: they wait until all scheduled steps are
   done, so that they see the results.
 
   Attributes:
@@ -147,7 +147,7 @@ class OnServers:
 class ServerVariable(OnServers, _tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
-  In a graph, `assign(self + delta)` becomes an atomic addition. The coordinator's own
+  In a graph, `assign(self + delta)` becomes an atomic addition. The chief's own
   writes are `drained` too. `on_write` is called before a write.
 
   A variable that is lost with its server is zero until it is assigned. It cannot be

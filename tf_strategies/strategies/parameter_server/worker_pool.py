@@ -51,7 +51,7 @@ class Task:
   # ran it.
   retries = losses = 0
   attempt = 0  # Of the pool, in which it was submitted.
-  # Whether it has changed nothing yet.
+  # Whether another worker may repeat it, because it has changed nothing yet.
   may_repeat = True
   worker: int | None = None  # That took it.
 
@@ -75,7 +75,7 @@ class WorkerPool:
     self.workers = tuple(workers)
     self.lock = threading.Condition()
     self.lost: set[int] = set()  # Workers that have not joined again.
-    # How often each worker was given up: then it has lost its iterators.
+    # How often each worker was given up. It loses its iterators then.
     self.lives = collections.Counter()
     self._liveness = liveness
     self._timeout = timeout_seconds
@@ -295,7 +295,7 @@ class WorkerPool:
       self._queue.remove(task)
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
-    """Decides who is to blame: a server, the worker, a moment, or the step."""
+    """Decides what failed: a server, the worker, a connection, or the step."""
     if _is_of_server(error):
       raise error
     self._check_servers(error)
