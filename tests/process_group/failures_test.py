@@ -264,8 +264,11 @@ class TimeoutTest(parameterized.TestCase):
       self.assertIn('within 2 s', message)
 
 
-def _work_on(rank, directory):
-  """Runs all collectives in successive groups. Returns the rounds and groups."""
+def _work_on(rank, directory, count):
+  """Runs all collectives in successive groups, until all ranks see the end.
+
+  Returns the numbers of rounds and groups.
+  """
   end = os.path.join(directory, 'end')
   rounds = groups = 0
   with meetings.meet(
@@ -276,7 +279,8 @@ def _work_on(rank, directory):
       groups += 1
       try:
         while True:
-          if group.broadcast(np.array(os.path.exists(end)), 0):
+          is_end = group.broadcast(np.array(os.path.exists(end)), 0)
+          if is_end and group.world_size == count:
             group.barrier()
             return rounds, groups
           _check_collectives(group)
@@ -310,7 +314,7 @@ class ManyRanksTest(parameterized.TestCase):
     count = 12
     directory = self.create_tempdir().full_path
     with processes.Workers(
-      _work_on, count, args=(directory,), deadline=240
+      _work_on, count, args=(directory, count), deadline=240
     ) as workers:
       for _ in range(8):
         time.sleep(chance.uniform(0, 4))

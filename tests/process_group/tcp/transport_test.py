@@ -107,6 +107,19 @@ class TransportTest(absltest.TestCase):
       _copy(links)
     self.assertEqual(raised.exception.rank, 1)
 
+  def test_peer_at_a_later_collective_gets_the_answer_about_memory(self):
+    (mine, other), (from_peer, peer) = self.pair(), self.pair()
+    slots = host_memory.MemorySlots()
+    self.addCleanup(slots.close)
+    other.sendall(_word(link_lib._SLOTS) + slots.pack())
+    other.sendall(_word(link_lib.HEADER) + link_lib.Header(2, 0).pack())
+    peer.sendall(_word(link_lib.HEADER) + _HEADER.pack())
+    peer.sendall(_word(link_lib.BYTES) + bytes(32))
+    _copy(self.transport({1: mine, 2: from_peer}), time.monotonic() + 5)
+    with other.makefile('rb') as file:
+      file.read(len(_word(0)) + host_memory.SLOTS_BYTES)
+      self.assertEqual(file.read(len(_word(0))), _word(link_lib._READS))
+
   def test_closed_link_raises(self):
     mine, other = self.pair()
     other.close()

@@ -175,7 +175,10 @@ class _TcpRun:
       link = next(iter(self._active))
       del self._active[link]
       sent = self._send(link)
-      if self._receive(link) or sent:
+      received = self._receive(link)
+      # What came may need an answer.
+      can_send = link.has_output and not (link.blocked or link.closed)
+      if sent or received or can_send:
         self.enqueue(link)
 
   def mask(self, link: link_lib.DataLink) -> int:
@@ -205,9 +208,7 @@ class _TcpRun:
     if word is None:
       if link.closed:
         self._lose(link)
-        return False
-      # It may have to answer.
-      return link.has_output and not link.blocked
+      return False
     if word == link_lib.HEADER:
       return self._look_at_header(link)
     if word == link_lib.ACKNOWLEDGE:
