@@ -24,7 +24,7 @@ _BUDGETS = {
   'tf_strategies/_keras_internal': 7_070,
   'tf_strategies/_tf_internal': 3_750,
   'tf_strategies/checkpoint': 5_420,
-  'tf_strategies/cluster': 6_720,
+  'tf_strategies/cluster': 6_780,
   'tf_strategies/collectives': 2_730,
   'tf_strategies/cross_device': 4_610,
   'tf_strategies/data': 3_990,

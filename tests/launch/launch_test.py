@@ -36,8 +36,18 @@ while not os.path.exists(os.path.join(directory, 'end')):
 
 class CommandLineTest(parameterized.TestCase):
   @parameterized.parameters(
-    (['--num_workers=2'], 'no command'),
-    (['--num_workers=2', 'true'], "'true'"),
+    (['--num_workers=2'], 'Expected a command after a lone --, got none. Fix'),
+    (
+      ['--num_workers=2', 'true'],
+      "Expected only flags before a lone --, got 'true'. Fix: write -- before",
+    ),
+    (
+      ['--num_workers=two', '--', 'true'],
+      'Expected an integer, got --num_workers=two. Fix: write for instance '
+      '--num_workers=1.',
+    ),
+    (['--grace_period=x', '--', 'true'], 'a number, got --grace_period=x.'),
+    (['--chief=x', '--', 'true'], 'True or False, got --chief=x.'),
     (['--num_worker=2', '--', 'true'], 'num_worker'),
     (['--num_ps=-2', '--', 'true'], '--num_ps=-2'),
     (['--rank_filter=', '--', 'true'], 'got --rank_filter=.'),

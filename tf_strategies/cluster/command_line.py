@@ -14,6 +14,7 @@ Example:
 
 import dataclasses
 import itertools
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -59,8 +60,7 @@ def main(
   program = argv[0]
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
-  fields = [dataclasses.fields(kind) for kind in kinds]
-  for field in itertools.chain(*fields):
+  for field in itertools.chain(*map(dataclasses.fields, kinds)):
     define = _DEFINE.get(type(field.default), flags.DEFINE_string)
     define(
       field.name,
@@ -74,17 +74,28 @@ def main(
   )
   end = argv.index('--') if '--' in argv else len(argv)
   try:
-    unexpected = values(argv[:end])[1:]
+    try:
+      unexpected = values(argv[:end])[1:]
+    except flags.IllegalFlagValueError as e:
+      # absl's message is 'flag --name=value: reason', without a fix.
+      received, name = re.match(r'(?s)flag (--(\w+)=.*?): ', str(e)).groups()
+      raise errors.UnsupportedOptionError(
+        received,
+        values[name].parser.syntactic_help or 'True or False',
+        f'write for instance --{name}={values[name].default}',
+      ) from None
     if values.help:
       print(f'{doc.partition("Example:")[0]}{values.get_help()}')
       return 0
     if unexpected:
-      raise flags.Error(
-        f'unexpected argument {unexpected[0]!r}: the command follows a lone --'
+      raise errors.UnsupportedOptionError(
+        f'{unexpected[0]!r}',
+        'only flags before a lone --',
+        'write -- before the command',
       )
     options = [
-      kind(**{field.name: values[field.name].value for field in its_fields})
-      for kind, its_fields in zip(kinds, fields, strict=True)
+      kind(**{f.name: values[f.name].value for f in dataclasses.fields(kind)})
+      for kind in kinds
     ]
     return run(*options, list(argv[end + 1 :]))
   except KeyboardInterrupt:

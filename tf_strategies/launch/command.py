@@ -50,8 +50,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
 from tf_strategies import errors
 from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
@@ -66,7 +64,11 @@ def _run(
   command: list[str],
 ) -> int:
   if not command:
-    raise flags.Error('no command: the command follows a lone --')
+    raise errors.UnsupportedOptionError(
+      'none',
+      'a command after a lone --',
+      'append it, as in: -- python train.py',
+    )
   counts = job.all_counts
   if place.node_rank:
     counts.update(chief=0, evaluator=0)
