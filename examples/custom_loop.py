@@ -40,9 +40,8 @@ def main():
   for epoch in range(10):
     for batch in strategy.experimental_distribute_dataset(batches):
       loss = step(*batch)
-    result = (
-      accuracy.result()
-    )  # Must be read on all workers: it sums over their rows.
+    # Read it on all workers: the result sums over their rows.
+    result = accuracy.result()
     accuracy.reset_state()
     if strategy.extended.should_checkpoint:  # The chief.
       print(f'epoch {epoch}: last loss {loss:.3f}, accuracy {result:.3f}')

@@ -24,13 +24,8 @@ def main():
   keras.utils.set_random_seed(1)
   strategy = tfs.create_strategy('ring_mirrored', devices=devices)
   with strategy.scope():
-    model = keras.Sequential(
-      [
-        keras.Input([64]),
-        keras.layers.Dense(64, 'relu'),
-        keras.layers.Dense(10, 'softmax'),
-      ]
-    )
+    layers = [keras.layers.Dense(64, 'relu'), keras.layers.Dense(10, 'softmax')]
+    model = keras.Sequential([keras.Input([64]), *layers])
     optimizer = keras.optimizers.Adam(3e-3, global_clipnorm=1.0)
     loss = 'sparse_categorical_crossentropy'
     model.compile(optimizer, loss, metrics=['accuracy'])

@@ -2,8 +2,9 @@
 
   tfs launch --num_workers=3 --max_restarts=3 -- python examples/fit_workers.py
 
-Kill a worker with `kill -9` and its pid: the others repeat the step, the worker is
-restarted, and the result is the same. It needs scikit-learn (`pip install '.[examples]'`).
+To kill a worker, run `kill -9` with its process number. The others repeat the step, and
+the launcher restarts the worker. The result is the same. It needs scikit-learn
+(`pip install '.[examples]'`).
 """
 
 import math

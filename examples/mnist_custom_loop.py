@@ -3,10 +3,11 @@
   python examples/mnist_custom_loop.py --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
 
-trains like mnist_keras_fit.py, with the same flags, and shows each part: distributed
-batches, a step that is written for one device, metrics and checkpoints. On parameter
-servers, with workers that read the data themselves and are at most two steps ahead of
-the slowest:
+It trains like mnist_keras_fit.py, with the same flags. It shows each part of a loop:
+distributed batches, a step that is written for one device, metrics and checkpoints.
+
+The next command trains on parameter servers. Workers read the data themselves, and are
+at most two steps ahead of the slowest worker:
 
   tfs launch --num_workers=2 --num_ps=2 --chief -- \\
     python examples/mnist_custom_loop.py --strategy=parameter_server \\

@@ -3,9 +3,9 @@
   python examples/mnist_keras_fit.py --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
 
-trains on four logical CPUs and the digits of scikit-learn, offline. On several
-workers (with --elastic the others continue when one dies) and with parameter
-servers, every task runs the same command:
+This command trains offline, on four logical CPUs, with the digits of scikit-learn. The
+next commands train on several workers, and on parameter servers. With --elastic, the
+other workers continue when one dies:
 
   tfs launch --num_workers=2 -- \\
     python examples/mnist_keras_fit.py --strategy=multi_worker_ring \\
@@ -14,8 +14,8 @@ servers, every task runs the same command:
     python examples/mnist_keras_fit.py --strategy=parameter_server \\
     --dataset=digits --mode=sync
 
-With --checkpoint_dir an interrupted run resumes after the last epoch or, after SIGTERM,
-after the last step. The result is the same in every bit.
+With --checkpoint_dir, an interrupted run resumes after the last epoch. After SIGTERM, it
+resumes after the last step. The result is bit-identical to an uninterrupted run.
 """
 
 import os
