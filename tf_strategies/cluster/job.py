@@ -24,15 +24,13 @@ class TaskCounts:
   """
 
   num_workers: int = command_line.option(
-    'Tasks of type worker. With a chief and parameter servers they are servers, '
-    'which are ended when the chief has ended well.',
+    'Number of workers. With a chief and parameter servers, workers are servers, '
+    'and end with the chief.',
     1,
   )
-  num_ps: int = command_line.option('Parameter servers.', 0)
-  chief: bool = command_line.option('Whether a chief is started too.', False)
-  evaluator: bool = command_line.option(
-    'Whether an evaluator is started too.', False
-  )
+  num_ps: int = command_line.option('Number of parameter servers.', 0)
+  chief: bool = command_line.option('Start a chief, too.', False)
+  evaluator: bool = command_line.option('Start an evaluator, too.', False)
 
   def __post_init__(self):
     for name in ('num_workers', 'num_ps'):

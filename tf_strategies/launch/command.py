@@ -2,39 +2,39 @@
 
   tfs launch --num_workers=2 -- python train.py --epochs=3
 
-Every line that a task writes appears with the task's name before it. When a
-task fails, the launcher ends the others, names the first to fail, shows its last
-lines and exits with its status (128 + N for signal N). When all training tasks
-(chief, workers) have ended well, it ends parameter servers and evaluator;
-`tfs.cluster.run_task` lets the evaluator use the rest of --grace_period for the
-last checkpoint. With a chief and parameter servers only the chief trains: workers
-are servers, and end with them. No task outlives the launcher.
+Each output line of a task begins with the name of the task. When a task fails, the
+launcher ends the others, names the task that failed first, shows its last lines and
+exits with its status (128 + N for signal N). When all training tasks (chief, workers)
+have succeeded, it ends parameter servers and the evaluator. With
+`tfs.cluster.run_task`, the evaluator can use the rest of --grace_period for the last
+checkpoint. With a chief and parameter servers, only the chief trains: workers are
+servers, and end with them. No task outlives the launcher.
 
---max_restarts starts a task that failed again, until a training task has ended well:
-after that it would repeat alone what the others have finished. A task with the status
-of a wrong command line (2), or of a command that cannot be run (126, 127), is not.
+--max_restarts restarts a failed task, unless a training task has succeeded: the failed
+task would repeat alone what the others have finished. A task is not restarted if its
+status is 2 (a wrong command line), or 126 or 127 (the command cannot be run).
 
-In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
-From then on it ends no task because another one failed: it restarts tasks that have
-restarts left, names the others, and exits with 0 if a training task has ended well.
-Once one has, a worker that came back and trains alone is ended after the grace period.
-A worker that fails after it has trained makes the job fail, since its results may be
-lost. If a host is lost, or its launcher gets SIGTERM, the other hosts go on; Ctrl-C
-ends all.
+In a job of `tfs.elastic.run`, the workers decide which of them continue. They tell the
+launcher that the job is elastic. From then on, it ends no task because another one
+failed. It restarts tasks that have restarts left, names the others, and exits with 0 if
+a training task has succeeded. After that, it ends a restarted worker that trains alone,
+when the grace period is over. If a worker fails after its training, the job fails,
+since its results may be lost. If a host is lost, or its launcher gets SIGTERM, the
+other hosts continue. Ctrl-C ends all.
 
-On several hosts, run the same line on each, with its own --node_rank, and with one
-TFS_SECRET on all:
+On several hosts, run the same command on each, with its own --node_rank. Set the same
+TFS_SECRET on all of them:
 
   tfs launch --nnodes=2 --node_rank=0 --rendezvous=host0:29400 -- python train.py
 
---num_workers and --num_ps count the tasks of each host; chief and evaluator are on
-host 0.
-The launchers agree on addresses and ports. When a task fails on one host, or a host is
-lost, all end, name it and exit with its status, unless the job is elastic.
+--num_workers and --num_ps count the tasks of each host. The chief and the evaluator are
+on host 0. The launchers agree on addresses and ports. When a task fails or a host is
+lost, all launchers name it, end their tasks and exit with its status, unless the job is
+elastic.
 
-Each job of one host gets a random secret (TFS_SECRET) by which its tasks authenticate
-each other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
-task gets no TF_CONFIG: it trains in a single process.
+A job on one host gets a random secret (TFS_SECRET), with which its tasks authenticate
+each other. TFS_RESTART_COUNT tells a task how often it was restarted. A job of one task
+gets no TF_CONFIG: it trains in a single process.
 
 Example:
 

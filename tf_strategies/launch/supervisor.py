@@ -63,22 +63,22 @@ class LaunchOptions:
   """
 
   max_restarts: int = command_line.option(
-    'How often each task that fails is started again, with the same TF_CONFIG, '
-    'while the others go on, until one that trains has ended well.',
+    'How often to restart each failed task, with the same TF_CONFIG, while the '
+    'others continue. After a training task has succeeded, none is restarted.',
     0,
   )
   grace_period: float = command_line.option(
-    'Seconds between SIGTERM and SIGKILL when tasks are ended.', 10.0
+    'Seconds between SIGTERM and SIGKILL when the launcher ends a task.', 10.0
   )
   log_dir: str | None = command_line.option(
     'Directory for the output of each task, such as worker_0.log.'
   )
   rank_filter: str | None = command_line.option(
-    'Tasks whose lines appear here, such as chief,worker:0; default all. Files '
-    'in --log_dir hold everything.'
+    'Show the output of these tasks only, such as chief,worker:0. Default: all. '
+    'Files in --log_dir have the output of all tasks.'
   )
   dry_run: bool = command_line.option(
-    'Print what would be started, and start nothing.', False
+    'Print the commands, and start nothing.', False
   )
 
   def __post_init__(self):

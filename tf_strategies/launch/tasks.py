@@ -50,14 +50,14 @@ class Place:
   """
 
   nnodes: int = command_line.option(
-    'Hosts of the job; all run the same line.', 1
+    'Number of hosts. All run the same command.', 1
   )
-  node_rank: int = command_line.option('Which of them this is, from 0.', 0)
+  node_rank: int = command_line.option('Number of this host, from 0.', 0)
   rendezvous: str | None = command_line.option(
-    'Address host:port of host 0 where launchers meet; any free port of it.'
+    'host:port of host 0, where launchers meet. Use any free port.'
   )
   rendezvous_timeout: float = command_line.option(
-    'Seconds within which the launchers of all hosts must meet.', 300.0
+    'Seconds that launchers wait for the other hosts.', 300.0
   )
 
   def __post_init__(self):
