@@ -136,9 +136,9 @@ def _not_called():
 class RolesTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    environ = {k: v for k, v in os.environ.items() if k != _FAIL_FAST}
-    environ.pop('TF_CONFIG', None)
-    self.enter_context(mock.patch.dict(os.environ, environ, clear=True))
+    self.enter_context(mock.patch.dict(os.environ))
+    for name in (_FAIL_FAST, 'TF_CONFIG'):
+      os.environ.pop(name, None)
 
   def run_task(self, jobs, task_type, index=0, **arguments):
     config = cluster.ClusterConfig(jobs, task_type, index)

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device, errors
@@ -18,7 +18,7 @@ virtual_devices.configure()
 SHAPES = ((), (0,), (97,), (6, 7), (0, 3), (61, 53))
 
 
-class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
+class EveryOpTest(tf_case.TestCase):
   @tiers.product(
     op=list(replicas.OPS),
     world_size=(tiers.soak(2), 3, tiers.soak(4), tiers.soak(8)),
@@ -128,7 +128,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(tuple(received.values()), expected)
 
 
-class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
+class PrecisionTest(tf_case.TestCase):
   """16-bit floats are added in float32, and a mean does not overflow."""
 
   @parameterized.parameters('direct', 'naive', 'auto')
@@ -179,7 +179,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(step().numpy(), expected)
 
 
-class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+class RefusalTest(tf_case.TestCase):
   @parameterized.product(
     make_op=(cross_device.AutoAllReduce, cross_device.RingAllReduce),
     case=(

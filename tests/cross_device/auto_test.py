@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import nccl, processes, virtual_devices
+from tests import nccl, processes, tf_case, virtual_devices
 from tests.cross_device import fake_gpus, replicas
 from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.cross_device import auto, base, executor, links
@@ -20,7 +20,7 @@ gpus = fake_gpus.names
 CARD = 'NVIDIA H100 PCIe'
 
 
-class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
+class ScheduleTest(tf_case.TestCase):
   @pytest.mark.smoke
   def test_schedule_depends_on_the_link(self):
     # Over NVLink, fewer rounds are still better than fewer bytes.
@@ -38,7 +38,7 @@ class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLess(op._cut_above(gpus(4)), 1e6)
 
 
-class LinksTest(tf.test.TestCase, parameterized.TestCase):
+class LinksTest(tf_case.TestCase):
   """Links between devices, derived from TensorFlow's lists of devices."""
 
   @parameterized.named_parameters(
@@ -66,7 +66,7 @@ class LinksTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(links.name_of(gpus(count)), expected)
 
 
-class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
+class OneGpuTest(tf_case.TestCase):
   """Between virtual GPUs of one GPU, even a small copy takes 34 us."""
 
   def graph_of(self, op, world_size, shapes):
@@ -164,7 +164,7 @@ def fake_nccl(op):
     yield calls
 
 
-class NcclTest(tf.test.TestCase, parameterized.TestCase):
+class NcclTest(tf_case.TestCase):
   def test_only_graphs_use_nccl(self):
     op = auto.AutoAllReduce()
     ranks = replicas.inputs('float32', (8,), 4)

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
@@ -14,7 +14,7 @@ virtual_devices.configure()
 NAMES = replicas.devices(4)
 
 
-class ReduceTest(tf.test.TestCase, parameterized.TestCase):
+class ReduceTest(tf_case.TestCase):
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_batch_with_different_destinations(self, make_op):
     op = make_op()
@@ -63,7 +63,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(list(received.values()), [1200, 1600])
 
 
-class GatherTest(tf.test.TestCase, parameterized.TestCase):
+class GatherTest(tf_case.TestCase):
   @parameterized.parameters([[[False], [True]]], [[[b'a'], [b'b', b'c']]])
   def test_gather_of_bools_and_strings(self, values):
     value = replicas.on_devices(values, NAMES[:2])

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies.cross_device import packing
 
 virtual_devices.configure()
@@ -24,7 +24,7 @@ _TENSORS = st.lists(
 _ROWS = 3
 
 
-class PackTest(tf.test.TestCase, parameterized.TestCase):
+class PackTest(tf_case.TestCase):
   @hypothesis.settings(max_examples=40)
   @hypothesis.given(
     _TENSORS, st.sampled_from([1, 16, 100, 10_000]), st.sampled_from([1, 40])
@@ -91,7 +91,7 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(sum(one) + other[0], bucket_bytes)
 
 
-class RowsTest(tf.test.TestCase, parameterized.TestCase):
+class RowsTest(tf_case.TestCase):
   """Packing matrices whose rows are the pieces of replicas."""
 
   @parameterized.parameters(1, 100, 1 << 20)

@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 
@@ -25,7 +25,7 @@ def slices_of(rank, rows):
   )
 
 
-class SparseTest(tf.test.TestCase, parameterized.TestCase):
+class SparseTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.names = replicas.devices(3)

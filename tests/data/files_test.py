@@ -18,13 +18,12 @@ from tf_strategies.data import files
 class FilesOfAnySchemaTest(formula.DataTestCase):
   def setUp(self):
     super().setUp()
-    self.directory = self.create_tempdir().full_path
     # More files than can be open at once, and one without records.
     self.counts = [0, 5, 17, 1, 9, 3, 16] + 13 * [2]
     number = iter(range(sum(self.counts)))
     self.paths = []
     for i, count in enumerate(self.counts):
-      self.paths.append(f'{self.directory}/{i:02d}.rec')
+      self.paths.append(self.path(f'{i:02d}.rec'))
       with tf.io.TFRecordWriter(self.paths[-1]) as writer:
         for _ in range(count):
           writer.write(b'%d' % next(number))
@@ -98,7 +97,7 @@ class FilesOfAnySchemaTest(formula.DataTestCase):
 
 class FramingTest(formula.DataTestCase):
   def test_damaged_files_raise(self):
-    path = os.path.join(self.new_dir(), 'x')
+    path = self.path('x')
     self.assert_data_error([path, 'cannot be read'], files.count_records, path)
     source = formula.write_records(self.new_dir(), 9, 3)
     os.truncate(source.paths[1], os.path.getsize(source.paths[1]) - 1)
@@ -116,7 +115,7 @@ class FramingTest(formula.DataTestCase):
     )
 
   def test_count_equals_records_that_tensorflow_wrote(self):
-    path = os.path.join(self.new_dir(), 'other')
+    path = self.path('other')
     for sizes in (range(1, 3000, 7), ()):
       with tf.io.TFRecordWriter(path) as writer:
         for n in sizes:

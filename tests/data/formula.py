@@ -7,11 +7,11 @@ import struct
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 from examples import datasets
 from examples.datasets import images as images_lib
 from examples.datasets import tfrecord
+from tests import tf_case
 from tf_strategies import data, errors
 
 IDX_NAMES = {
@@ -92,7 +92,7 @@ def write_idx(directory: str) -> str:
   return directory
 
 
-class DataTestCase(tf.test.TestCase, parameterized.TestCase):
+class DataTestCase(tf_case.TestCase):
   """Shared methods of the tests of sources."""
 
   def new_dir(self) -> str:

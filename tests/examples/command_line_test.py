@@ -1,17 +1,15 @@
 """The command lines of the examples: defaults, help and errors."""
 
 import json
-import os
 import pathlib
 import re
 
-import tensorflow as tf
 from absl import flags
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from examples import common
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.examples import pages, programs
 
 virtual_devices.configure()
@@ -57,7 +55,7 @@ class ProgramsTest(absltest.TestCase):
       self.assertNotIn(line, output)
 
 
-class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+class DocumentationTest(tf_case.TestCase):
   def _commands(self, name):
     """Yields the page's commands, as launcher flags (if any) and program flags."""
     with pages.parsed(name) as example:
@@ -93,13 +91,13 @@ _JOB = ('--num_workers=2', '--num_ps=2', '--chief')
 _STEPS_PER_EPOCH = 23
 
 
-class JobTest(tf.test.TestCase, parameterized.TestCase):
+class JobTest(tf_case.TestCase):
   @tiers.parameters(
     ('parameter_server', _JOB, 40),
     tiers.soak('multi_worker_ring', ('--num_workers=2',), 20),
   )
   def test_output_is_short_and_complete(self, strategy, job, most):
-    report = os.path.join(self.create_tempdir().full_path, 'report.json')
+    report = self.path('report.json')
     done = programs.run(
       'mnist_keras_fit',
       *('--dataset=digits', '--epochs=1', f'--strategy={strategy}'),

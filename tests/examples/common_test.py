@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from examples import common, datasets
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.examples import pages
 from tf_strategies.strategies import registry
 
@@ -16,7 +16,7 @@ virtual_devices.configure()
 _SYNTHETIC = ('--dataset=synthetic', '--global_batch_size=1000')
 
 
-class BatchesTest(tf.test.TestCase, parameterized.TestCase):
+class BatchesTest(tf_case.TestCase):
   def test_epoch_has_every_example_once(self):
     with pages.parsed('mnist_custom_loop', *_SYNTHETIC, '--epochs=1'):
       strategy = tfs.create_strategy('ring_mirrored', devices=['CPU:0'])
@@ -47,7 +47,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       common.load_data(steps_per_execution=10)
 
 
-class StrategyTest(tf.test.TestCase, parameterized.TestCase):
+class StrategyTest(tf_case.TestCase):
   def test_every_strategy_can_be_selected(self):
     self.assertCountEqual(common.STRATEGIES, registry._FACTORIES)
 

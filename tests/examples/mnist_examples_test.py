@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices, weights
+from tests import tf_case, virtual_devices, weights
 from tests.examples import pages
 
 virtual_devices.configure()
@@ -35,7 +35,7 @@ _SHORT = {
 }
 
 
-class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
+class MnistExamplesTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.addCleanup(keras.config.set_dtype_policy, 'float32')
@@ -79,9 +79,9 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     name = _LOOP
     options = {**_SHORT, 'warmup_steps': 5, 'dropout': 0.2}
     straight, _ = self._train(name, options, 2)
-    directory = self.create_tempdir().full_path
-    self._train(name, options, 2, epochs=1, checkpoint_dir=directory)
-    resumed, report = self._train(name, options, 2, checkpoint_dir=directory)
+    options['checkpoint_dir'] = self.directory
+    self._train(name, options, 2, epochs=1)
+    resumed, report = self._train(name, options, 2)
     self.assertEqual(report['steps'], 6)
     self.assertEqual(report['steps_this_run'], 3)
     self.assertEqual(report['all_reduce']['calls']['all_reduce'], 3)
@@ -90,7 +90,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(value, resumed[variable], variable)
 
     # No steps are left: the weights are only restored and evaluated.
-    again, report = self._train(name, options, 2, checkpoint_dir=directory)
+    again, report = self._train(name, options, 2)
     self.assertEqual(weights.largest_difference(again, resumed)[0], 0)
     self.assertEqual(report['steps_this_run'], 0)
     self.assertIsNone(report['train'])
@@ -100,7 +100,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   def test_local_steps_train_in_mixed_precision(self, name):
     options = {'local_steps': 2, 'mixed_precision': 'mixed_float16'}
     options['strategy'] = 'multi_worker_ring'
-    path = os.path.join(self.create_tempdir().full_path, 'run.json')
+    path = self.path('run.json')
     _, report = self._train(name, _SHORT, 1, **options, timeline=path)
     self.assertEqual(report['iterations'], 6)
     with open(path.replace('.json', '-0.json'), encoding='utf-8') as f:
@@ -122,9 +122,8 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   def test_tensorboard_logs_are_written(self, name):
     if importlib.util.find_spec('tensorboard') is None:
       self.skipTest('TensorBoard is not installed')
-    directory = self.create_tempdir().full_path
-    self._train(name, _SHORT, epochs=1, log_dir=directory)
-    self.assertCountEqual(os.listdir(directory), ['train', 'validation'])
+    self._train(name, _SHORT, epochs=1, log_dir=self.directory)
+    self.assertCountEqual(os.listdir(self.directory), ['train', 'validation'])
 
   @parameterized.parameters((_FIT, 'ring_mirrored'), (_LOOP, 'central_storage'))
   @pytest.mark.soak

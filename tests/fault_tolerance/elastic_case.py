@@ -1,14 +1,13 @@
 """Elastic workers that stop and restart, and checks of their results."""
 
 import os
+import random
 import tempfile
 import time
 
 import numpy as np
-import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import processes
+from tests import processes, tf_case
 from tests.fault_tolerance import elastic_program
 
 COUNT = 3
@@ -78,8 +77,14 @@ class Workers:
     self._directory.cleanup()
 
 
-class ElasticCase(tf.test.TestCase, parameterized.TestCase):
+class ElasticCase(tf_case.TestCase):
   """Checks that training results are exact after any fault."""
+
+  def chance(self, part: int) -> random.Random:
+    """Returns the random numbers of a part of a test. Prints their seed."""
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    return random.Random(seed)
 
   def assert_results(
     self,

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tf_case, tiers, virtual_devices
 from tests.fault_tolerance import elastic_program
 from tests.programs import common
 from tf_strategies import errors
@@ -49,7 +49,7 @@ class _EventRecorder(keras.callbacks.Callback):
     self.events.append('end')
 
 
-class JobTest(tf.test.TestCase, parameterized.TestCase):
+class JobTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     rendezvous = tfs.process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
@@ -145,7 +145,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def test_callbacks_see_one_fit_after_a_restart(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
-    path = os.path.join(self.create_tempdir().full_path, 'run.json')
+    path = self.path('run.json')
     monitor = tfs.MonitorCallback(path)
     recorder = _EventRecorder()
     self.job.fit(
@@ -235,7 +235,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(losses[1], losses[2])
 
 
-class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
+class InterruptedStepTest(tf_case.TestCase):
   """A step that fails at any of its collectives is repeated and applied once."""
 
   @tiers.parameters(

@@ -7,7 +7,6 @@ use real processes and `kill -9`.
 import csv
 import itertools
 import os
-import random
 import signal
 import time
 
@@ -168,9 +167,7 @@ class ElasticTest(elastic_case.ElasticCase):
   @pytest.mark.soak
   def test_random_faults(self, part):
     """Kills and stops one or two workers at five random times."""
-    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
-    print(f'TFS_SEED={seed - part}, part {part}')
-    chance = random.Random(seed)
+    chance = self.chance(part)
     kind = chance.choice(['plain', 'rich', 'two_optimizers'])
     options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
     epochs, batch = 30, 36

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, processes, tiers
+from tests import parameter_servers, processes, tf_case, tiers
 from tests.programs import common
 
 _STEPS, _EPOCHS = 3, 2
@@ -88,7 +87,7 @@ def evaluate_all(directory: str) -> list[dict[str, Any]]:
   return [{**e.results, 'iterations': e.iterations} for e in found]
 
 
-class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
+class EvaluatorJobTest(tf_case.TestCase):
   @tiers.parameters(('async', 2), tiers.soak('sync', 1))
   def test_every_checkpoint_is_evaluated(self, mode, num_workers):
     with (

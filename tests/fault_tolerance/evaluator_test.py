@@ -15,7 +15,7 @@ from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies.checkpoint import checkpointer
 
 virtual_devices.configure()
@@ -71,11 +71,7 @@ def _trained():
   return training, directory
 
 
-class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.directory = self.create_tempdir().full_path
-
+class _EvaluatorTest(tf_case.TestCase):
   def trained(self):
     """Returns a training whose checkpoints are copied to `self.directory`."""
     training, directory = _trained()
@@ -90,9 +86,6 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     return tfs.SidecarEvaluator(
       model or _model(seed=2), data or _data(), self.directory, **options
     )
-
-  def path(self, name):
-    return os.path.join(self.directory, name)
 
   def assert_evaluations(self, evaluations, training, names=None):
     """Checks that `evaluations` equal those of the trained model, in order."""
@@ -135,7 +128,7 @@ class EvaluationsTest(_EvaluatorTest):
     start = time.monotonic()
     self.assert_evaluations(evaluator.run(), training, [last])
     self.assertGreaterEqual(time.monotonic() - start, 0.5)
-    self.directory = os.path.join(self.directory, 'missing')
+    self.directory = self.path('missing')
     self.assertEmpty(self.evaluator(idle_timeout_seconds=0.2).run())
 
   @parameterized.parameters(

@@ -7,10 +7,9 @@ import signal
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers
+from tests import processes, tf_case, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state
@@ -115,11 +114,7 @@ _ALL = (
 )
 
 
-class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.directory = self.create_tempdir().full_path
-
+class KilledSavesTest(tf_case.TestCase):
   @tiers.named_parameters(
     ('local_steps', 'local_steps', [Death(0, 'name')]),
     tiers.soak('sharded_everywhere', 'sharded', _ALL),

@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from benchmarks import processes
+from tests import tf_case
 from tests.fault_tolerance import preemption_program as program
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def _pid_and_step(path):
   return [int(word) for word in path.read_text(encoding='utf-8').split()]
 
 
-class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
+class PreemptionJobTest(tf_case.TestCase):
   def _options(self, loop, workers, strategy=None):
     of_one = 'multi_worker_ring' if workers else 'ring_mirrored'
     return program.Options(

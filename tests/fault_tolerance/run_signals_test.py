@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.fault_tolerance import preemption_program as program
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import exit_codes
@@ -42,7 +42,7 @@ class _Program:
     return program.train(self.options, self._strategy, after_step)
 
 
-class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
+class PreemptionTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.addCleanup(
@@ -136,7 +136,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(run.steps[0], 31)
 
 
-class SignalsTest(tf.test.TestCase, parameterized.TestCase):
+class SignalsTest(tf_case.TestCase):
   """Signal handlers of a run with a model of one layer."""
 
   def setUp(self):
@@ -149,7 +149,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     before = signal.signal(signal.SIGTERM, lambda n, _: self.received.append(n))
     self.addCleanup(signal.signal, signal.SIGTERM, before)
     self.before = signal.getsignal(signal.SIGTERM)
-    self.directory = self.create_tempdir().full_path
     keras.utils.set_random_seed(1)
     self.model = keras.Sequential(
       [keras.Input([3]), keras.layers.Dense(1, name='only')], name='small'

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tf_case, virtual_devices
 from tests.programs import common
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
@@ -88,11 +88,7 @@ def _adversarial(strategy):
   return model
 
 
-class RunTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.directory = self.create_tempdir().full_path
-
+class RunTest(tf_case.TestCase):
   def _run(self, model=None, **options):
     return tfs.Run(self.directory, model or _model(), **options)
 

@@ -6,17 +6,14 @@ import signal
 import tempfile
 import time
 
-import tensorflow as tf
-from absl.testing import parameterized
-
-from tests import parameter_servers
+from tests import parameter_servers, tf_case
 from tests.integration import parameter_server_programs as programs
 
 EPOCHS = 3
 STEPS = EPOCHS * programs.STEPS_PER_EPOCH
 
 
-class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
+class FaultsTestCase(tf_case.TestCase):
   """A chief that reports its progress in a file, and its checkpoints."""
 
   def setUp(self):

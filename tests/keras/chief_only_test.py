@@ -9,10 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers
+from tests import processes, tf_case, tiers
 from tests.programs import common
 
 _EPOCHS = 3
@@ -139,20 +138,19 @@ def _train_twice(rank, directory):
   return os.listdir(mine), int(model.optimizer.iterations.numpy())
 
 
-class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
+class ChiefOnlyTest(tf_case.TestCase):
   @tiers.named_parameters(
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
   )
   def test_keras_callbacks_write_once(self, name):
-    directory = self.create_tempdir().full_path
-    args = name, directory
+    args = name, self.directory
     results = processes.run_workers(_plain_callbacks, 2, args=args)
     best = results[0][0]
     self.assertIsNotNone(best)
     for result in results:
       self.assertEqual(result, (best, [None] * _EPOCHS, True))
-    self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
+    self.assertTrue(os.path.exists(self.path('chief.csv')))
 
   @pytest.mark.smoke
   def test_only_the_chief_shows_progress_by_default(self):
@@ -162,20 +160,18 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_only_the_chief_writes_inside_the_scope(self):
-    directory = self.create_tempdir().full_path
-    results = processes.run_workers(_train_twice, 2, args=(directory,))
+    results = processes.run_workers(_train_twice, 2, args=(self.directory,))
     steps = _EPOCHS * 3
     self.assertEqual(results, [(['described'], 2 * steps), ([], 2 * steps)])
-    saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
+    saved = keras.models.load_model(self.path('model.keras'))
     self.assertEqual(int(saved.optimizer.iterations.numpy()), steps)
 
   @tiers.parameters((True, '_Slower'), tiers.soak(False, '_Stopper'))
   def test_callback_that_changes_training_at_run_time_is_refused(
     self, is_wrapped, name
   ):
-    directory = self.create_tempdir().full_path
     chief, other = processes.run_workers(
-      _change_training, 2, args=(directory, is_wrapped)
+      _change_training, 2, args=(self.directory, is_wrapped)
     )
     self.assertRegex(str(chief), rf'ChiefOnly\({name}\).*changes the training')
     self.assertRegex(str(other), 'Rank 0')
@@ -191,7 +187,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
       keras.callbacks.TerminateOnNaN(),
       keras.callbacks.SwapEMAWeights(optimizer),
       type('Mine', (keras.callbacks.EarlyStopping,), {})(),
-      tfs.Run(self.create_tempdir().full_path, model),
+      tfs.Run(self.directory, model),
     ):
       with self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError,

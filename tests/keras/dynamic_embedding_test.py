@@ -4,7 +4,6 @@ Its initial rows come from splitmix64 and have the distributions of Keras. `Lazy
 updates the same rows of tables of Keras.
 """
 
-import os
 import pathlib
 import time
 from concurrent import futures
@@ -17,7 +16,7 @@ from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
-from tests import dynamic_tables, tiers, virtual_devices
+from tests import dynamic_tables, tf_case, tiers, virtual_devices
 from tests.architecture import documents, project
 from tf_strategies import errors
 from tf_strategies.keras.tables import dynamic_embedding, row_table
@@ -39,7 +38,7 @@ def _rows(model, ids):
   return np.asarray(_embedding(model)(np.asarray(ids)))
 
 
-class EqualityTest(tf.test.TestCase, parameterized.TestCase):
+class EqualityTest(tf_case.TestCase):
   def assert_equal(self, optimizer, data, **options):
     found = []
     for is_dynamic in (True, False):
@@ -203,11 +202,7 @@ class TableTest(tf.test.TestCase):
     self.assertAllClose(_rows(model, [2, 3]), _rows(others, [2, 3]))
 
 
-class SavingTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.directory = self.create_tempdir().full_path
-
+class SavingTest(tf_case.TestCase):
   def trained(self, optimizer='adam'):
     model = dynamic_tables.model(True, OPTIMIZERS[optimizer])
     x, y = dynamic_tables.all_in_each_batch()
@@ -217,7 +212,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters('adam', tiers.soak('ftrl'))
   def test_keras_file_has_rows_and_their_state(self, optimizer):
     model = self.trained(optimizer)
-    path = os.path.join(self.directory, 'model.keras')
+    path = self.path('model.keras')
     model.save(path)
     loaded = keras.models.load_model(path)
     expected, actual = (
@@ -232,7 +227,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_weights_file_has_rows(self):
     model = self.trained()
-    path = os.path.join(self.directory, 'model.weights.h5')
+    path = self.path('model.weights.h5')
     model.save_weights(path)
     loaded = dynamic_tables.model(True, OPTIMIZERS['sgd'])
     loaded.load_weights(path)
@@ -267,7 +262,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_export_has_rows(self):
     model = self.trained()
-    path = os.path.join(self.directory, 'exported')
+    path = self.path('exported')
     model.export(path, verbose=False)
     ids = np.array([[1, 2], [2**50, 3]])
     exported = tf.saved_model.load(path)
@@ -280,13 +275,13 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     other = self.trained()
     tfs.Run(self.directory, other).restore()
     self.assertEqual(_embedding(other).report()['rows'], 0)
-    file = os.path.join(self.directory, 'model.keras')
+    file = self.path('model.keras')
     model.save(file)
     loaded = keras.models.load_model(file)
     self.assertEqual(_embedding(loaded).report()['rows'], 0)
 
 
-class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+class RefusalTest(tf_case.TestCase):
   @parameterized.named_parameters(
     ('ema', lambda: optimizers.Adam(use_ema=True), 'use_ema'),
     (
@@ -373,7 +368,7 @@ def _initial_rows(initializer, ids, seed=7, width=3):
   return make(tf.constant(ids, tf.int64)).numpy()
 
 
-class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
+class RowInitializersTest(tf_case.TestCase):
   def test_rows_depend_only_on_seed_id_and_column(self):
     # The published first number of the generator with seed 0.
     self.assertEqual(_mix(0), 0xE220A8397B1DCDAF)
@@ -493,7 +488,7 @@ def _train(optimizer, gradients, rows=_ROWS):
   return table.numpy(), slots
 
 
-class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
+class LazyRowsTest(tf_case.TestCase):
   # Clipping by norm is left out: it counts repeated rows of slices separately.
   @parameterized.parameters(
     *(name for name in dynamic_tables.OPTIMIZERS if name != 'clipnorm')

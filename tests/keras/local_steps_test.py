@@ -1,7 +1,5 @@
 """LocalSteps on one worker: its errors, delegation and saving."""
 
-import os
-
 import keras
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.programs import common
 from tf_strategies.keras import local_steps
 
@@ -42,7 +40,7 @@ def _fit(model, **options):
   model.fit(*_data(), batch_size=4, shuffle=False, verbose=0, **options)
 
 
-class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+class RefusalTest(tf_case.TestCase):
   @parameterized.named_parameters(
     ('zero', lambda: LocalSteps('sgd', 0), 'at least 1, got every=0'),
     ('misspelled', lambda: LocalSteps('adamm', 2), "optimizer='adamm'"),
@@ -153,7 +151,7 @@ def _twice(optimizer):
   return LocalSteps(optimizer, 2, outer=optimizer)
 
 
-class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
+class LocalStepsTest(tf_case.TestCase):
   @pytest.mark.smoke
   def test_synchronizes_every_n_steps_and_at_the_end(self):
     # Each epoch has six steps, and synchronizes after the fourth and at its end.
@@ -221,7 +219,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
 
     model = _model(optimizer)
     _fit(model)
-    path = os.path.join(self.create_tempdir().full_path, 'model.keras')
+    path = self.path('model.keras')
     model.save(path)
     # Loads outside a strategy, to predict.
     alone = keras.models.load_model(path)

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.programs import common
 from tf_strategies import errors
 
@@ -179,7 +179,7 @@ _MISTAKES = (
 )
 
 
-class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
+class ScopeChecksTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     keras.backend.clear_session()

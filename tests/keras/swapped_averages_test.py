@@ -5,10 +5,9 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.programs import common
 
 virtual_devices.configure()
@@ -65,7 +64,7 @@ def _bare():
   return _fit(_adam)
 
 
-class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
+class SwappedAveragesTest(tf_case.TestCase):
   @tiers.named_parameters(
     tiers.soak('lazy', lambda o: tfs.keras.LazyRows(o), None),
     ('scaled_lazy', lambda o: LossScale(tfs.keras.LazyRows(o)), None),

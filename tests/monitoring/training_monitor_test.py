@@ -1,16 +1,14 @@
 """Measurements and timelines of one process, with `fit` and with a custom loop."""
 
 import json
-import os
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies.monitoring import (
   input_watch,
   keras_callback,
@@ -23,22 +21,15 @@ virtual_devices.configure()
 _PAUSE_SECONDS = 0.05
 
 
-class MonitorTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self._directory = self.create_tempdir().full_path
-
+class MonitorTest(tf_case.TestCase):
   def _monitor(self, timeline=None):
     monitor = training_monitor.TrainingMonitor(timeline)
     self.addCleanup(monitor.close)
     return monitor
 
-  def _path(self, name):
-    return os.path.join(self._directory, name)
-
   def _trace(self, name):
     """Returns the events of a timeline."""
-    with open(self._path(name), encoding='utf-8') as file:
+    with open(self.path(name), encoding='utf-8') as file:
       return json.load(file)['traceEvents']
 
   def _steps(self, name='t-0.json'):
@@ -62,7 +53,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     return model
 
   def test_custom_loop(self):
-    monitor = self._monitor(self._path('t.json'))
+    monitor = self._monitor(self.path('t.json'))
     dataset = input_watch.watch(tf.data.Dataset.range(20).batch(4))
     monitor.start(first_step=10)
     iterator = iter(dataset)
@@ -85,7 +76,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     model = self._fit(strategy, keras.callbacks.Callback())
     model.steps_per_execution = 2
     model.train_function = None
-    callback = keras_callback.MonitorCallback(self._path('t.json'))
+    callback = keras_callback.MonitorCallback(self.path('t.json'))
     x = np.ones([32, 3], np.float32)
     model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[callback])
     self.assertEqual(
@@ -100,7 +91,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     for steps in (4, 6):  # The first turn ends after 4 of 6 steps.
       keras.utils.clear_session()  # Another process would use the same names.
       model = self._fit(tfs.RingMirroredStrategy(['CPU:0']), None, epochs=0)
-      run = tfs.Run(self._path('checkpoints'), model)
+      run = tfs.Run(self.path('checkpoints'), model)
       epoch, step = run.restore()
       self.assertEqual(step, len(numbers))
       model.fit(
@@ -109,7 +100,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         steps_per_epoch=steps,
         verbose=0,
         callbacks=[
-          keras_callback.MonitorCallback(self._path('t.json')),
+          keras_callback.MonitorCallback(self.path('t.json')),
           run,
         ],
       )

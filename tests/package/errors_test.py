@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tf_case
 from tf_strategies import _graph_errors, errors
 
 _TYPES = [
@@ -20,7 +21,7 @@ def _raise():
   raise errors.UnsupportedOptionError('colour=7', 'red', "write 'red'")
 
 
-class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
+class ErrorsTest(tf_case.TestCase):
   @pytest.mark.smoke
   def test_message_contains_expected_value_and_fix(self):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:

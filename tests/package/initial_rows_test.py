@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies import _keras_internal
 
 virtual_devices.configure()
@@ -35,7 +35,7 @@ class _CustomInitializer(initializers.RandomUniform):
     return 1 + super().__call__(shape, dtype)
 
 
-class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
+class InitialRowsTest(tf_case.TestCase):
   @parameterized.product(
     initializer=(
       initializers.Constant(0.25),

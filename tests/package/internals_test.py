@@ -14,6 +14,7 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.random import seed_generator
 
+from tests import tf_case
 from tf_strategies import _keras_internal, _tf_internal, errors
 
 TFTrainer = trainer.TensorFlowTrainer
@@ -62,7 +63,7 @@ def _overridden(ours):
         break
 
 
-class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
+class TensorFlowTest(tf_case.TestCase):
   @pytest.mark.smoke
   def test_every_override_is_listed(self):
     listed = [
@@ -110,7 +111,7 @@ class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
       _tf_internal._load('distribute.values.Gone', 'a test')
 
 
-class KerasTest(tf.test.TestCase, parameterized.TestCase):
+class KerasTest(tf_case.TestCase):
   @parameterized.parameters(
     (TFTrainer, 'fit', '_initial_epoch|train_function'),
     (TFTrainer, 'make_train_function', 'make_train_function'),

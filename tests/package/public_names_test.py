@@ -7,11 +7,10 @@ import inspect
 import itertools
 
 import pytest
-import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
-from tests import docstrings, virtual_devices
+from tests import docstrings, tf_case, virtual_devices
 from tests.architecture import project
 from tf_strategies import _public, cluster, kubernetes, launch
 
@@ -100,7 +99,7 @@ def _modules_with_examples():
   ]
 
 
-class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+class DocumentationTest(tf_case.TestCase):
   @parameterized.parameters(*_modules_with_examples())
   def test_examples_run(self, name):
     docstrings.assert_examples(self, name)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.programs import common
 from tf_strategies import data, monitoring, option_checks, process_group
 from tf_strategies.cluster import job
@@ -99,11 +99,11 @@ def _named(calls):
   return [(call.__name__, call) for call in calls]
 
 
-class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
+class WrongValuesTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
-    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
-    self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+    self.enter_context(mock.patch.dict(os.environ))
+    os.environ.pop('TF_CONFIG', None)
     with tf.io.TFRecordWriter(_RECORDS) as writer:
       writer.write(b'1')
 

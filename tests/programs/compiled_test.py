@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.programs import common
 from tests.programs.cases import STRATEGIES
 from tf_strategies import _tf_internal
@@ -103,7 +103,7 @@ def _with_a_gpu():
     yield
 
 
-class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
+class CompiledByDefaultTest(tf_case.TestCase):
   """Keras resolves 'auto' to False under any strategy, but ours follow one device."""
 
   def resolved(self, strategy, on_gpus, **options):
@@ -140,7 +140,7 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEmpty(_blocks(_graph(strategy, 'auto')))
 
 
-class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
+class CompiledModelTest(tf_case.TestCase):
   @parameterized.parameters(*STRATEGIES)
   def test_each_device_runs_compiled_blocks_between_exchanges(self, case):
     strategy = case.create()
@@ -165,7 +165,7 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotIn('PyFunc', compiled)
 
 
-class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
+class CompiledLoopTest(tf_case.TestCase):
   """The step of a custom loop that XLA compiles, including its all-reduce."""
 
   def reduce(self):

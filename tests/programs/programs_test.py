@@ -14,9 +14,8 @@ from unittest import mock
 
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.programs import (
   common,
   fits,
@@ -363,7 +362,7 @@ def _results(rows):
     return {row: runner.read(directory, *row) for row in rows}
 
 
-class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
+class ProgramsTest(tf_case.TestCase):
   def assert_equal(self, one, other, name):
     """Checks that two structures of numbers agree within the promised limit."""
     found = runner.difference(one, other)

@@ -1,13 +1,10 @@
 """Models saved under a strategy load on one device, and vice versa."""
 
-import os
-
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.programs import common
 from tests.programs.cases import STRATEGIES
 
@@ -26,7 +23,7 @@ def _build(strategy=None):
   return model
 
 
-class SavingTest(tf.test.TestCase, parameterized.TestCase):
+class SavingTest(tf_case.TestCase):
   def assert_same_state(self, expected, actual):
     """Checks that weights and optimizer state are equal in all copies."""
     for want, got in zip(_variables(expected), _variables(actual), strict=True):
@@ -37,10 +34,9 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.product(case=_CASES)
   def test_weights_and_checkpoints_load_on_one_and_several_devices(self, case):
-    directory = self.create_tempdir().full_path
     many, one = _build(case.create()), _build()
     common.fit(many, *_DATA)
-    weights = os.path.join(directory, 'x.weights.h5')
+    weights = self.path('x.weights.h5')
     many.save_weights(weights)
     one.load_weights(weights)
     self.assert_same_state(many, one)
@@ -48,7 +44,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     again, other = _build(case.create()), _build(case.create())
     again.load_weights(weights)
     self.assert_same_state(one, again)
-    path = tf.train.Checkpoint(model=many).save(os.path.join(directory, 'c'))
+    path = tf.train.Checkpoint(model=many).save(self.path('c'))
     tf.train.Checkpoint(model=other).restore(path).expect_partial()
     self.assert_same_state(many, other)
 

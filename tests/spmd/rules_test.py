@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tests.spmd.replicas import flat as _flat
 from tests.spmd.replicas import run
 from tf_strategies import errors
@@ -250,7 +250,7 @@ def _powers(function, *specs):
 _SPECS = tf.TensorSpec([None, *_SHAPE[1:]]), tf.TensorSpec([None], tf.int64)
 
 
-class RulesTest(tf.test.TestCase, parameterized.TestCase):
+class RulesTest(tf_case.TestCase):
   @parameterized.named_parameters(
     *(
       (f'{name}_{which}', function, *rows)
@@ -421,7 +421,7 @@ CASES = {
 }
 
 
-class ShardsTest(tf.test.TestCase, parameterized.TestCase):
+class ShardsTest(tf_case.TestCase):
   @parameterized.product(
     case=tuple(CASES), rows=((2, 2, 2), (0, 5, 1)), many=(1, 500)
   )

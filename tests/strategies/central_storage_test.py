@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 
 virtual_devices.configure()
 
@@ -28,7 +28,7 @@ def _replica_number():
   return tf.cast(context.replica_id_in_sync_group, tf.float32)
 
 
-class VariablesTest(tf.test.TestCase, parameterized.TestCase):
+class VariablesTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.strategy = _strategy()
@@ -84,7 +84,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(v.numpy(), 1.0)
 
 
-class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+class OptimizerTest(tf_case.TestCase):
   @pytest.mark.smoke
   def test_update_runs_once_on_the_parameter_device(self):
     strategy = _strategy()

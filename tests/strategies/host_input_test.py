@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 
 virtual_devices.configure()
 
@@ -31,7 +31,7 @@ def _aligned(array):
   return aligned
 
 
-class HostInputTest(tf.test.TestCase, parameterized.TestCase):
+class HostInputTest(tf_case.TestCase):
   @parameterized.parameters(
     (11, 8, [[2, 2, 2, 2], [1, 1, 1, 0]]),
     (10, 10, [[3, 3, 2, 2]]),
@@ -164,7 +164,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(model.optimizer.iterations.numpy(), 4)
 
 
-class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
+class WorkerInputTest(tf_case.TestCase):
   """Elements keep their structure even where the last replicas get no rows."""
 
   def batches(self, dataset):

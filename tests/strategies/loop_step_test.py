@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tf_case, virtual_devices
 
 virtual_devices.configure()
 
@@ -27,7 +27,7 @@ def _central():
   )
 
 
-class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+class ArgumentsTest(tf_case.TestCase):
   def test_only_distributed_batches_are_split(self):
     strategy = _ring()
     data = tf.data.Dataset.from_tensor_slices(tf.range(6.0)).batch(6)
@@ -110,7 +110,7 @@ def _in_elements(rows, scale, weight):
   return tf.reduce_sum(total)
 
 
-class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
+class OneCopyTest(tf_case.TestCase):
   @parameterized.product(
     create=(_ring, _central),
     program=(_in_branch, _in_loop, _in_elements),
@@ -207,7 +207,7 @@ def _apply_in_branch(rank):
   return variable.numpy().tolist()
 
 
-class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
+class ReplicaCodeTest(tf_case.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
   @parameterized.product(create=(_ring, _central), where=('branch', 'loop'))

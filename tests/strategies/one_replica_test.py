@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from tensorflow.python.distribute import mirrored_strategy
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 
 virtual_devices.configure()
 
@@ -157,7 +157,7 @@ def _operations(graph) -> collections.Counter:
   return count
 
 
-class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
+class OneReplicaTest(tf_case.TestCase):
   """Graphs are compared with those of TensorFlow's default strategy."""
 
   def setUp(self):

@@ -27,8 +27,8 @@ def _config(task_type, **counts):
 class RegistryTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
-    self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+    self.enter_context(mock.patch.dict(os.environ))
+    os.environ.pop('TF_CONFIG', None)
     self.enter_context(mock.patch.object(workers, '_has_joined', False))
 
   @parameterized.parameters(

@@ -7,7 +7,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 
 virtual_devices.configure()
 
@@ -118,7 +118,7 @@ _DIVIDED = {
 }
 
 
-class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
+class UndividedLossTest(tf_case.TestCase):
   """A loop warns if its loss is not divided by the number of replicas."""
 
   def warnings(self, strategy, loss, change=lambda g: g, rows=16):
@@ -173,7 +173,7 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(found)
 
 
-class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
+class CapturedGradientTest(tf_case.TestCase):
   """All replicas apply the same tensor, which was created outside the step."""
 
   @parameterized.product(
@@ -219,7 +219,7 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(variable.numpy(), value)
 
 
-class DevicesTest(tf.test.TestCase, parameterized.TestCase):
+class DevicesTest(tf_case.TestCase):
   @parameterized.named_parameters(
     ('missing', [virtual_devices.name(0), 'CPU:77'], "'CPU:77'"),
     (
@@ -236,7 +236,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
       tfs.RingMirroredStrategy(devices)
 
 
-class NumbersTest(tf.test.TestCase, parameterized.TestCase):
+class NumbersTest(tf_case.TestCase):
   """Python can use variables as numbers, as on one device."""
 
   @parameterized.parameters(*OURS[:2])
@@ -294,7 +294,7 @@ class SavedModelTest(tf.test.TestCase):
     self.assertEqual(float(loaded.signatures['serving_default']()['mean']), 2)
 
 
-class RegistryTest(tf.test.TestCase, parameterized.TestCase):
+class RegistryTest(tf_case.TestCase):
   @parameterized.parameters(
     ('ring_mirrored', tfs.RingMirroredStrategy),
     ('central_storage', tfs.CentralStorageStrategy),

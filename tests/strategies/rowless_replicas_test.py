@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 
 virtual_devices.configure()
 
@@ -69,7 +69,7 @@ _CASES = {
 MODES = ('outside', 'inside', 'eager')
 
 
-class EmptyReplicasTest(tf.test.TestCase, parameterized.TestCase):
+class EmptyReplicasTest(tf_case.TestCase):
   @parameterized.product(name=tuple(_CASES), mode=MODES)
   def test_replicas_without_rows_are_left_out(self, name, mode):
     compute, want = _CASES[name]

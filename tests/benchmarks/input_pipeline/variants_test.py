@@ -1,7 +1,5 @@
 """Every variant yields each example once, with the same pixels."""
 
-import os
-
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -20,7 +18,7 @@ def _records_of(path):
 
 class VariantsTest(formula.DataTestCase):
   def source(self):
-    directory = os.path.join(self.new_dir(), 'out')
+    directory = self.path('out')
     source = formula.write_records(self.new_dir(), _NUM_EXAMPLES, 4)
     datasets.extract(source.paths, directory, _records_of)
     return variants.Source(formula.arrays(_NUM_EXAMPLES), 8, directory)

@@ -1,10 +1,9 @@
 """Measuring a task does not change its training, and times only its steps."""
 
 import tensorflow as tf
-from absl.testing import parameterized
 
 from benchmarks.strategy_costs import task
-from tests import tiers, virtual_devices
+from tests import tf_case, tiers, virtual_devices
 from tests.examples import pages
 
 virtual_devices.configure()
@@ -19,7 +18,7 @@ _OPTIONS = {
 }
 
 
-class TaskTest(tf.test.TestCase, parameterized.TestCase):
+class TaskTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(pages.flags_of_a_process())

@@ -42,7 +42,7 @@ class ExtractTestCase(formula.DataTestCase):
   def setUp(self):
     super().setUp()
     self.raw = self.new_dir()
-    self.out = os.path.join(self.new_dir(), 'out')
+    self.out = self.path('out')
     for i in range(4):
       self.write_source(i, f'word{i}')
 
@@ -190,7 +190,7 @@ class KillTest(ExtractTestCase):
         '--name=words',
         '--examples_per_shard=3',
       ],
-      error_log=os.path.join(self.new_dir(), 'errors'),
+      error_log=self.path('errors'),
       env=processes.python_environment({'TEST_SLEEP': '0.1'}),
       deadline_seconds=_DEADLINE_SECONDS,
     )
@@ -198,7 +198,7 @@ class KillTest(ExtractTestCase):
     return command
 
   def test_next_run_after_a_kill_gives_the_same_files(self):
-    undisturbed = os.path.join(self.new_dir(), 'undisturbed')
+    undisturbed = self.path('undisturbed')
     datasets.extract(
       self.raw, undisturbed, convert_lines, name='words', examples_per_shard=3
     )

@@ -115,13 +115,12 @@ class LoadTest(formula.DataTestCase):
     )
 
   def test_missing_dataset_is_refused(self):
-    directory = self.new_dir()
-    path = os.path.join(directory, 'mnist.npz')
+    directory, path = self.directory, self.path('mnist.npz')
     self.assert_refused(
       path, 'no such file', 'expected an .npz', _URL, 'train-images-idx3-ubyte'
     )
     self.assert_refused(directory, 'empty directory', _URL, 'extract')
-    other = os.path.join(directory, 'train.csv')
+    other = self.path('train.csv')
     pathlib.Path(other).write_text('label,pixel0')
     self.assert_refused(other, 'not an .npz file', _URL)
     self.assert_refused(directory, 'no data set in this directory', _URL)

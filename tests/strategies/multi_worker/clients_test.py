@@ -6,10 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tf_case, tiers, virtual_devices
 
 virtual_devices.configure()
 
@@ -90,14 +89,13 @@ def _search(rank, directory):
   }
 
 
-class ClientsTest(tf.test.TestCase, parameterized.TestCase):
+class ClientsTest(tf_case.TestCase):
   @tiers.named_parameters(
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
   )
   def test_attributes_of_each_worker(self, name):
-    directory = self.create_tempdir().full_path
-    results = processes.run_workers(_attributes, 2, args=(name, directory))
+    results = processes.run_workers(_attributes, 2, args=(name, self.directory))
     for rank, found in enumerate(results):
       handler, addresses = found.pop('handler'), found.pop('addresses')
       self.assertLen(addresses['worker'], 2)
@@ -124,14 +122,13 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
     stock = tf.distribute.MultiWorkerMirroredStrategy()
     self.assertEqual(_read(strategy), _read(stock))
     self.assertIsNone(
-      _ask_for_handler(strategy.cluster_resolver, self.create_tempdir())
+      _ask_for_handler(strategy.cluster_resolver, self.directory)
     )
 
   @pytest.mark.soak
   def test_keras_tuner_gives_the_results_of_one_device(self):
-    directory = self.create_tempdir().full_path
-    alone = _search(None, os.path.join(directory, 'alone'))
-    shared = os.path.join(directory, 'shared')
+    alone = _search(None, self.path('alone'))
+    shared = self.path('shared')
     for found in processes.run_workers(_search, 2, args=(shared,)):
       self.assertEqual(found['values'], alone['values'])
       self.assertAllClose(found['scores'], alone['scores'], 0, 1e-6)

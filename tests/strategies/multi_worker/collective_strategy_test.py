@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import nccl, processes, tiers, virtual_devices
+from tests import nccl, processes, tf_case, tiers, virtual_devices
 from tests.cross_device import fake_gpus
 from tf_strategies import _tf_internal
 from tf_strategies.cross_device import links
@@ -31,7 +31,7 @@ def _start_with_port_in_use(rank):
       return f'for worker 0, got {addresses[0]}' in str(e)
 
 
-class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
+class CommunicationTest(tf_case.TestCase):
   @parameterized.named_parameters(
     ('whole_gpus', 'auto', (1, 1), 'nccl'),
     ('virtual_gpus', 'auto', (2,), 'ring'),
@@ -61,7 +61,7 @@ class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(is_named)
 
 
-class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
+class CompiledLoopTest(tf_case.TestCase):
   """A step of a custom loop that XLA compiles, on devices that stand for GPUs.
 
   Here TensorFlow runs an all-reduce on each replica, together with the worker's
@@ -110,7 +110,7 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
       self.trace(workers=2)
 
 
-class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
+class OneWorkerTest(tf_case.TestCase):
   """One worker on a whole GPU, if there is one."""
 
   @tiers.named_parameters(('auto', 'auto'), tiers.soak('by_name', _LINK))

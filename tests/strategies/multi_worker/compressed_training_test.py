@@ -10,10 +10,9 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tf_case, tiers, virtual_devices
 from tf_strategies.collectives import schedule
 
 virtual_devices.configure()
@@ -146,7 +145,7 @@ def _results(count):
     return processes.run_workers(_work, count, args=(directory,), deadline=300)
 
 
-class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
+class CompressedTrainingTest(tf_case.TestCase):
   def assert_same(self, one, other):
     """Checks that two structures are equal in every bit."""
     tf.nest.map_structure(np.testing.assert_array_equal, one, other)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tf_case, virtual_devices
 from tf_strategies import _tf_internal
 
 virtual_devices.configure()
@@ -200,7 +200,7 @@ def _work(rank, devices, directory):
   return results
 
 
-class InputTest(tf.test.TestCase, parameterized.TestCase):
+class InputTest(tf_case.TestCase):
   """Starts the workers once. The tests read their results."""
 
   workers, devices = 2, 2

@@ -5,9 +5,8 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import processes, tiers
+from tests import processes, tf_case, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers_lib
 from tests.strategies.multi_worker.local_steps_workers import Job, largest
 
@@ -59,7 +58,7 @@ def _results(count, start):
   )
 
 
-class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
+class LocalStepsTest(tf_case.TestCase):
   def assert_same_bits(self, results, key='weights'):
     """Checks that the results of all workers have the same bits."""
     for other in results[1:]:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies import errors
 from tf_strategies.strategies.multi_worker import collective_queue
 
@@ -107,7 +107,7 @@ class OrderTest(tf.test.TestCase):
       )
 
 
-class ResultsTest(tf.test.TestCase, parameterized.TestCase):
+class ResultsTest(tf_case.TestCase):
   @parameterized.product(
     # Results for another device are copied as soon as each is available.
     device=(virtual_devices.HOST, virtual_devices.name(1)),
@@ -153,7 +153,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
       tf.function(inner, jit_compile=True)(tf.constant([1.0]))
 
 
-class FailuresTest(tf.test.TestCase, parameterized.TestCase):
+class FailuresTest(tf_case.TestCase):
   def raised(self, error, wrap=tf.function):
     """Returns the error of a loop whose collective raises `error`."""
     queue = collective_queue.CollectiveQueue(_RecordingGroup())

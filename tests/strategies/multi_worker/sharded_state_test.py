@@ -7,10 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tf_case, tiers, virtual_devices
 from tests.strategies import sharded_models as models
 
 virtual_devices.configure()
@@ -55,7 +54,7 @@ def _measure_both(rank, devices):
   return [_measure(rank, devices, sharded) for sharded in (True, False)]
 
 
-class CostTest(tf.test.TestCase, parameterized.TestCase):
+class CostTest(tf_case.TestCase):
   @tiers.named_parameters(
     ('two_workers', 2, 1),
     tiers.soak('three_workers', 3, 1),

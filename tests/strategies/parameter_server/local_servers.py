@@ -3,9 +3,8 @@
 from unittest import mock
 
 import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tf_case, virtual_devices
 from tf_strategies.collectives import schedule
 from tf_strategies.strategies.parameter_server import (
   partitioned,
@@ -21,7 +20,7 @@ def device(server: int) -> str:
   return f'/job:localhost/replica:0/task:0/device:CPU:{1 + server}'
 
 
-class LocalServersTestCase(tf.test.TestCase, parameterized.TestCase):
+class LocalServersTestCase(tf_case.TestCase):
   """Places variables of servers in this process."""
 
   def setUp(self):

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from tests import tf_case
 from tests.programs import common
 from tests.strategies.parameter_server import chief
 
@@ -77,7 +78,7 @@ def load(directory, way, strategy=None):
   return model
 
 
-class PartitionedTrainingTest(tf.test.TestCase, parameterized.TestCase):
+class PartitionedTrainingTest(tf_case.TestCase):
   """Loads models saved in parts; `programs_test.py` covers training in parts."""
 
   @classmethod

@@ -23,7 +23,6 @@ from tf_strategies.strategies.parameter_server import (
 class RecoveryTest(local_servers.LocalServersTestCase):
   def setUp(self):
     super().setUp()
-    self.directory = self.create_tempdir().full_path
     self.pool, self.liveness = fakes.pool(self, 1)
     self.registry = weakref.WeakValueDictionary()
     self.restored = []

@@ -14,7 +14,7 @@ from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers
+from tests import parameter_servers, tf_case
 from tests.programs import common
 from tests.strategies.parameter_server import chief
 
@@ -222,7 +222,7 @@ _PROGRAMS = (
 )
 
 
-class RoundsTest(tf.test.TestCase, parameterized.TestCase):
+class RoundsTest(tf_case.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()

@@ -5,10 +5,9 @@ import contextlib
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, tiers
+from tests import parameter_servers, tf_case, tiers
 from tests.programs import common
 
 layers, ops = keras.layers, keras.ops
@@ -71,7 +70,7 @@ def train_on_servers(mode, parts):
     return common.run(train, strategy)
 
 
-class EqualityTest(tf.test.TestCase, parameterized.TestCase):
+class EqualityTest(tf_case.TestCase):
   @tiers.parameters(
     tiers.soak('async', 1, 1), ('sync', 2, 2), tiers.soak('bounded', 1, 2)
   )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import dynamic_tables
+from tests import dynamic_tables, tf_case
 from tests.programs import runner
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
@@ -127,7 +127,7 @@ def expire(directory):
   return found
 
 
-class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
+class ServerTableTest(tf_case.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()

@@ -65,7 +65,7 @@ class TableFilesTest(local_servers.LocalServersTestCase):
     # Blocks of 10 rows.
     for name, size in (('_TABLE_BYTES', 1000), ('_BLOCK_BYTES', 240)):
       self.enter_context(mock.patch.object(table_files, name, size))
-    self.store = checkpointer.Checkpointer(self.create_tempdir().full_path)
+    self.store = checkpointer.Checkpointer(self.directory)
 
   def make(self, kind, servers, states=_STATES):
     """Returns the objects to save, by name: a table with these rows."""

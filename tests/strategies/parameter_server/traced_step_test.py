@@ -108,10 +108,9 @@ class TracedStepTest(local_servers.LocalServersTestCase):
     module = tf.Module()
     module.total = tf.Variable([0.0, 0.0, 0.0])
     module.add = tf.function(lambda x: module.total.assign_add(x), [SPEC])
-    path = self.create_tempdir().full_path
-    tf.saved_model.save(module, path)
+    tf.saved_model.save(module, self.directory)
     with local_servers.scope():
-      saved = tf.saved_model.load(path)
+      saved = tf.saved_model.load(self.directory)
 
     def program(total, x):
       found = _in_branch(saved.add, x) if in_branch else saved.add(x)

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
+from tests import tf_case
 from tests.strategies.tpu import double, program
 from tf_strategies.strategies.tpu import system
 
@@ -32,7 +33,7 @@ class Failing(double.ResolverDouble):
     raise RuntimeError('TPU cores on each host is not same')
 
 
-class ResolverTest(tf.test.TestCase, parameterized.TestCase):
+class ResolverTest(tf_case.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(environment())
@@ -120,7 +121,7 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
       double.create_strategy(2)
 
 
-class TensorsTest(tf.test.TestCase, parameterized.TestCase):
+class TensorsTest(tf_case.TestCase):
   @parameterized.named_parameters(
     (
       'unknown_shape',

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers
+from tests import tf_case, tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 
@@ -38,7 +38,7 @@ def all_reduce(reduce_op, tensors, order=None):
   return results
 
 
-class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
+class ExecutionTest(tf_case.TestCase):
   @tiers.parameters(
     tiers.smoke(4),
     3,

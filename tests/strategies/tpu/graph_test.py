@@ -8,9 +8,8 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
 
-from tests import tiers
+from tests import tf_case, tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 
@@ -44,7 +43,7 @@ def traced_step(strategy):
   return program.Program(strategy, train, [x])
 
 
-class GraphTest(tf.test.TestCase, parameterized.TestCase):
+class GraphTest(tf_case.TestCase):
   @tiers.parameters(4, tiers.soak(32))
   def test_step_has_one_ring_per_dtype(self, num_replicas):
     strategy = double.create_strategy(num_replicas)

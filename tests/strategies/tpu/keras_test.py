@@ -3,10 +3,9 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers
+from tests import tf_case, tiers
 from tests.strategies.tpu import double, program
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 
@@ -77,7 +76,7 @@ def one_device(create_optimizer, num_steps):
   return model
 
 
-class KerasTest(tf.test.TestCase, parameterized.TestCase):
+class KerasTest(tf_case.TestCase):
   @tiers.named_parameters(
     tiers.smoke('sgd', sgd, 1),
     ('clipped', lambda: adam(global_clipnorm=0.1), 1),
