@@ -3,23 +3,16 @@
 import sys
 import time
 
-import psutil
 from absl.testing import absltest
 
 from benchmarks import processes as commands
 from tests import processes
+from tests.launch import programs
 from tf_strategies import errors
 
 
 def _sleep(rank):
   time.sleep(600)
-
-
-def _is_running(pid):
-  try:
-    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-  except psutil.NoSuchProcess:
-    return False
 
 
 class WorkersTest(absltest.TestCase):
@@ -52,8 +45,8 @@ class CommandTest(absltest.TestCase):
       f'did not end within {3 * processes.DEADLINE_FACTOR:g} s(?s:.*){child_pid}',
     ):
       command.wait()
-    self.assertFalse(_is_running(command.pid))
-    self.assertFalse(_is_running(child_pid))
+    self.assertFalse(programs.is_running(command.pid))
+    self.assertFalse(programs.is_running(child_pid))
 
 
 if __name__ == '__main__':

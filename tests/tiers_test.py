@@ -23,8 +23,7 @@ def _marks_without_effect(source):
 class TiersTest(parameterized.TestCase):
   def test_every_mark_has_an_effect(self):
     for path in pathlib.Path(__file__).parent.rglob('*_test.py'):
-      found = _marks_without_effect(path.read_text())
-      self.assertEqual(found, [], path)
+      self.assertEqual(_marks_without_effect(path.read_text()), [], path)
 
 
 class SmokeTest(absltest.TestCase):

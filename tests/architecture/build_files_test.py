@@ -39,7 +39,7 @@ class BuildFilesTest(absltest.TestCase):
     self.assertEmpty(found.unresolved)
 
   def test_deps_are_derived_from_imports(self):
-    root = pathlib.Path(self.create_tempdir().full_path)
+    root = pathlib.Path(self.create_tempdir())
     for path, text in _SOURCES.items():
       (root / path).parent.mkdir(parents=True, exist_ok=True)
       (root / path).write_text(text, encoding='utf-8')

@@ -42,7 +42,7 @@ class DefaultsTest(parameterized.TestCase):
   def test_default_package_has_a_wheel_for_the_platform(
     self, system, machine, venv
   ):
-    directory = pathlib.Path(self.create_tempdir().full_path)
+    directory = pathlib.Path(self.create_tempdir())
     _write(directory / 'uname', f'#!/bin/sh\necho {system} {machine}\n')
     unset = ('TF_PACKAGE', 'VENV', 'MAKEFLAGS', 'MAKELEVEL')
     path = f'{directory}:{os.environ["PATH"]}'
@@ -58,7 +58,7 @@ class DefaultsTest(parameterized.TestCase):
 class InstallTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
-    self._directory = pathlib.Path(self.create_tempdir().full_path)
+    self._directory = pathlib.Path(self.create_tempdir())
     self._venv = self._directory / 'venv'
 
   def assert_fails(self, python, *words):

@@ -39,8 +39,7 @@ class DocumentsTest(absltest.TestCase):
     )
 
   def test_tables_match_the_reports(self):
-    reports = measurements.read(measurements.RESULTS)
-    made = measurements.blocks(reports)
+    made = measurements.blocks(measurements.read(measurements.RESULTS))
     shown = []
     for path, text in measurements.documents().items():
       shown += measurements.names(text)

@@ -34,7 +34,7 @@ app.run(gpu.main)
 
 class GpuBenchmarkTest(tf.test.TestCase):
   def test_rows_of_failed_and_interrupted_parts_are_kept(self):
-    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    path = os.path.join(self.create_tempdir(), 'report.json')
     done = processes.run_python(
       *('-c', _PROGRAM, '--parts=startup,links,step,workers'),
       *('--limit_seconds=55', f'--report_json={path}'),

@@ -55,7 +55,7 @@ class WorkerPoolTest(parameterized.TestCase):
   def test_no_worker_outlives_the_program(self, number):
     program = processes.Command(
       [sys.executable, '-c', PROGRAM],
-      error_log=os.path.join(self.create_tempdir().full_path, 'errors'),
+      error_log=os.path.join(self.create_tempdir(), 'errors'),
       cwd=running.ROOT,
       env=processes.python_environment(),
       deadline_seconds=SECONDS,

@@ -54,9 +54,7 @@ _FILES = ('manifest.json', 'arrays.bin')
 class _StoreTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.directory = os.path.join(
-      self.create_tempdir().full_path, 'checkpoints'
-    )
+    self.directory = os.path.join(self.create_tempdir(), 'checkpoints')
     self.store = checkpointer.Checkpointer(self.directory)
     self.addCleanup(lambda: self.store.release())
 

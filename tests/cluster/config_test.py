@@ -119,8 +119,7 @@ class GoodValuesTest(parameterized.TestCase):
     '10.0.0.1:2222', '[fe80::1%eth0]:22', 'under_score:1', 'X:02222'
   )
   def test_address_is_unchanged(self, address):
-    found = _read(_config([address, 'other:3'])).address
-    self.assertEqual(found, address)
+    self.assertEqual(_read(_config([address, 'other:3'])).address, address)
 
 
 class ObjectTest(absltest.TestCase):

@@ -49,8 +49,7 @@ class ExitCodeTest(parameterized.TestCase):
       for kind in vars(errors).values()
       if isinstance(kind, type) and issubclass(kind, errors.Error)
     }
-    known = {*_PERMANENT, *_RESTARTABLE, *_DONE, errors.Error}
-    self.assertEmpty(ours - known)
+    self.assertEmpty(ours - {*_PERMANENT, *_RESTARTABLE, *_DONE, errors.Error})
 
   @parameterized.parameters(
     ('errors.WorkerUnavailableError("worker 1 died")', 143),

@@ -31,7 +31,7 @@ class SlurmRingTest(absltest.TestCase):
     command = processes.Command(
       [sys.executable, '-c', programs.SUM],
       name=f'task {rank}',
-      error_log=os.path.join(self.create_tempdir().full_path, 'errors'),
+      error_log=os.path.join(self.create_tempdir(), 'errors'),
       env=schedulers.changed(kept, **variables),
       deadline_seconds=_DEADLINE_SECONDS,
     )

@@ -35,8 +35,7 @@ class SlurmTest(parameterized.TestCase):
       ({'TFS_PORT': '3000'}, 'node002:3001'),
       ({'SLURM_JOB_ID': None}, 'node002:2223'),
     ):
-      found = _slurm(**changes).address
-      self.assertEqual(found, address)
+      self.assertEqual(_slurm(**changes).address, address)
 
   def test_step_overrides_the_job(self):
     config = _slurm(

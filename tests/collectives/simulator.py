@@ -70,8 +70,7 @@ def simulate(
     }
     for (dst, chunk), transfers in arrivals.items():
       for t in transfers:
-        data = sent[t.src, chunk]
-        moved[t.src, dst] += data.nbytes
+        moved[t.src, dst] += sent[t.src, chunk].nbytes
       own = values[dst][slices[chunk]]
       terms = [
         (own if r == dst else sent[r, chunk]).astype(sum_dtype)

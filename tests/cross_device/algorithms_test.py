@@ -106,8 +106,7 @@ class EveryOpTest(tf_case.TestCase):
       )
       self.assertEqual({v.device for v in value.values}, {''})
       with strategy.scope():
-        pairs = [(value, value)]
-        reduced = strategy.extended.batch_reduce_to(SUM, pairs)[0]
+        reduced = strategy.extended.batch_reduce_to(SUM, [(value, value)])[0]
       placed.extend(component.device for component in reduced.values)
       return reduced.values
 
@@ -120,8 +119,7 @@ class EveryOpTest(tf_case.TestCase):
   def test_bytes_received_equal_the_schedule(self, make_op):
     op, names = make_op(), replicas.devices(3)
     schedule = op.schedule(names, 1)
-    ranks = replicas.inputs('float32', (40,), 3)
-    value = replicas.on_devices(ranks, names)
+    value = replicas.on_devices(replicas.inputs('float32', (40,), 3), names)
     op.batch_reduce(SUM, [(value, value)] * schedule.num_chunks)
     received = op.report()['all_reduce_bytes_in']
     expected = schedule.bytes_in([160] * schedule.num_chunks)

@@ -74,8 +74,7 @@ class OneGpuTest(tf_case.TestCase):
 
     @tf.function
     def all_reduce(rows):
-      names = gpus(world_size)
-      reduced = replicas.all_reduced(op, replicas.SUM, rows, names)
+      reduced = replicas.all_reduced(op, replicas.SUM, rows, gpus(world_size))
       return [value.values for value in reduced]
 
     specs = [[tf.TensorSpec(shape)] * world_size for shape in shapes]

@@ -55,8 +55,7 @@ class ReduceTest(tf_case.TestCase):
 
   def test_only_bytes_from_other_devices_are_counted(self):
     op = cross_device.RingAllReduce()
-    ranks = replicas.inputs('float32', (100,), 4)
-    value = replicas.on_devices(ranks, NAMES)
+    value = replicas.on_devices(replicas.inputs('float32', (100,), 4), NAMES)
     for name in NAMES[0], virtual_devices.name(7):
       op.reduce(SUM, value, name)
     received = op.report()['reduce_bytes_in']

@@ -59,8 +59,7 @@ class RunTest(formula.DataTestCase):
     for epoch, step in ((0, 1), (1, 0), (2, steps - 1), (3, 0)):
       start = position.Position(epoch=epoch, step=step)
       rest = self.run_from(source, start, 3, **changes)
-      expected = whole[epoch * steps + step :]
-      for one, other in zip(expected, rest, strict=True):
+      for one, other in zip(whole[epoch * steps + step :], rest, strict=True):
         np.testing.assert_array_equal(one[1], other[1])
         np.testing.assert_array_equal(one[0], other[0])
 

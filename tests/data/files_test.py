@@ -29,8 +29,7 @@ class FilesOfAnySchemaTest(formula.DataTestCase):
           writer.write(b'%d' % next(number))
 
   def parse(self, records):
-    key = tf.strings.to_number(records, tf.int64)
-    return {'key': key, 'text': records}
+    return {'key': tf.strings.to_number(records, tf.int64), 'text': records}
 
   def read_late(self, path):
     def wait(path):

@@ -57,8 +57,7 @@ def write_records(directory: str, n: int, num_files: int) -> data.TFRecords:
     paths.append(f'{directory}/{len(paths)}.tfrecord')
     with tf.io.TFRecordWriter(paths[-1]) as writer:
       for i in range(start, min(n, start + size)):
-        image = images(1, i).tobytes()
-        writer.write(tfrecord.serialize_image(image, i))
+        writer.write(tfrecord.serialize_image(images(1, i).tobytes(), i))
   return data.TFRecords(
     paths, tfrecord.parse_examples, decode_fn=images_lib.scale
   )

@@ -89,8 +89,7 @@ def _blocks(page, *languages):
 class DocumentsTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    before = os.getcwd()
-    self.addCleanup(os.chdir, before)
+    self.addCleanup(os.chdir, os.getcwd())
     os.chdir(self.create_tempdir().full_path)
 
   def test_pages_are_found(self):
@@ -129,8 +128,7 @@ class DocumentsTest(parameterized.TestCase):
             is_checked=True,
           )
           continue
-        code = compile(program, page, 'exec')
-        exec(code, {'__name__': '__main__', **given})
+        exec(compile(program, page, 'exec'), {'__name__': '__main__', **given})
     self.assertNotEmpty(_blocks(page, 'python'))
 
   @pytest.mark.smoke

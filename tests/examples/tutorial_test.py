@@ -29,7 +29,7 @@ class PageTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.directory = pathlib.Path(self.create_tempdir().full_path)
+    self.directory = pathlib.Path(self.create_tempdir())
     for block in documents.blocks(_page(self.page), 'python'):
       if block.title:
         (self.directory / block.title).write_text(block.body, encoding='utf-8')

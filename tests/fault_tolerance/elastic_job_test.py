@@ -287,8 +287,7 @@ class MajorityTest(parameterized.TestCase):
   """The workers that differ are found by majority and by time of joining."""
 
   def check(self, rank, values, came):
-    options = tfs.ElasticOptions()
-    members = elastic_members.Members(options, mock.Mock(), 9)
+    members = elastic_members.Members(tfs.ElasticOptions(), mock.Mock(), 9)
     members._state, members._all_came = mock.Mock(), came
     group = members._communicator.group
     group.rank, group.members = rank, [f'task {r}' for r in range(len(values))]

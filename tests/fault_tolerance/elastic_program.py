@@ -304,8 +304,7 @@ def train(
       )
     )
     x, y = data()
-    accuracy = model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
-    return model, accuracy
+    return model, model.evaluate(x, y, batch_size=BATCH, verbose=0)[1]
 
   group = tfs.process_group.GroupOptions.from_env(
     heartbeat_timeout_seconds=6.0, rendezvous_timeout_seconds=60.0

@@ -43,8 +43,7 @@ class ElasticTest(elastic_case.ElasticCase):
   @pytest.mark.smoke
   def test_survivors_continue_without_the_chief(self):
     victim, steps = 0, 7
-    options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
-    with workers(options) as job:
+    with workers(tfs.ElasticOptions(min_workers=2, window_seconds=1)) as job:
       killed = job.kill(victim, steps)
       survivors = [rank for rank in range(3) if rank != victim]
       outcomes = job.processes.wait(survivors)
@@ -128,8 +127,7 @@ class ElasticTest(elastic_case.ElasticCase):
       self.assertEqual(outcome.value['events'], events, outcome.rank)
       for name, values in outcome.value['history'].items():
         self.assertLen(values, epochs, name)
-    first = outcomes[2].value['generations'][0]
-    self.assertGreater(first.number, 1)
+    self.assertGreater(outcomes[2].value['generations'][0].number, 1)
 
   def test_restarted_worker_with_other_data_is_excluded(self):
     victim = 1

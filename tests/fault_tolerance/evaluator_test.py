@@ -55,8 +55,7 @@ class Training:
     self.model.fit(_data(), epochs=epochs, verbose=0)
     results = self.model.evaluate(_data(), return_dict=True, verbose=0)
     name = os.path.basename(self.run.save(epoch=1))
-    iterations = int(self.model.optimizer.iterations.numpy())
-    self.expected[name] = iterations, results
+    self.expected[name] = int(self.model.optimizer.iterations.numpy()), results
     return name
 
 
@@ -64,8 +63,7 @@ class Training:
 def _trained():
   """Returns a training with three checkpoints, and their directory."""
   directory = tempfile.mkdtemp()
-  strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
-  training = Training(directory, strategy)
+  training = Training(directory, tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']))
   for epochs in (1, 2, 1):
     training.step(epochs)
   return training, directory
@@ -184,8 +182,7 @@ class MismatchTest(_EvaluatorTest):
   def test_other_optimizer_variables_are_ignored(self, is_built):
     training = Training(self.directory, optimizer='sgd')
     training.step()
-    momentum = keras.optimizers.SGD(momentum=0.9)
-    model = _model(seed=2, optimizer=momentum)
+    model = _model(seed=2, optimizer=keras.optimizers.SGD(momentum=0.9))
     if is_built:
       model.optimizer.build(model.trainable_variables)
     evaluations = self.evaluator(model, max_evaluations=1).run()
@@ -194,8 +191,7 @@ class MismatchTest(_EvaluatorTest):
 
 class OtherFormatTest(_EvaluatorTest):
   def test_tensorflow_checkpoints_are_refused(self):
-    model = _model()
-    tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
+    tf.train.Checkpoint(model=_model()).save(f'{self.directory}/ckpt')
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'tf.train.Checkpoint.*tfs.Run'
     ):

@@ -96,8 +96,7 @@ def train(options, strategy, after_step=lambda step: None):
   loop = _fit if is_fit else _loop
   history = loop(options, model, run, start, batches, after_step)
   variables = model_state.name_variables(model, model.optimizer)
-  state = {k: v.value.numpy() for k, v in variables.items()}
-  return state, history
+  return {k: v.value.numpy() for k, v in variables.items()}, history
 
 
 def _fit(options, model, run, start, batches, after_step):

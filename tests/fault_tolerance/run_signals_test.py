@@ -120,8 +120,7 @@ class PreemptionTest(tf_case.TestCase):
     self.assertEqual((found.metadata['epoch'], found.metadata['step']), (0, 13))
 
   def test_failed_save_is_reported_and_keeps_the_previous_checkpoint(self):
-    options = self._options(loop='custom')
-    run = _Program(options)
+    run = _Program(self._options(loop='custom'))
     self._preempt(run, signal_after=30)
     with (
       mock.patch.object(os, 'rename', side_effect=OSError('disk full')),

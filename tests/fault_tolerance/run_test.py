@@ -70,8 +70,7 @@ class _Adversarial(keras.Model):
     turns = zip(self.players, (self.first, self.second), strict=True)
     for player, optimizer in turns:
       with tf.GradientTape() as tape:
-        made = self.players[1](self.players[0](x))
-        loss = tf.reduce_mean(tf.sin(made))
+        loss = tf.reduce_mean(tf.sin(self.players[1](self.players[0](x))))
       weights = player.trainable_weights
       optimizer.apply(tape.gradient(loss, weights), weights)
     return {'loss': loss}
@@ -206,8 +205,7 @@ class RunTest(tf_case.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.CheckpointMismatchError, 'float32 there and float64 here'
     ):
-      model = _model(clears_session=False)
-      self._run(model).restore()
+      self._run(_model(clears_session=False)).restore()
 
   def test_checkpoint_of_another_run_is_refused(self):
     same = {'seed': 1}

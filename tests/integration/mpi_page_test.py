@@ -31,7 +31,7 @@ class MpiPageTest(parameterized.TestCase):
     )
     [command] = (w for w in documents.commands(text) if w[0] == 'mpirun')
     program = next(documents.blocks(readme, 'python'))
-    directory = pathlib.Path(self.create_tempdir().full_path)
+    directory = pathlib.Path(self.create_tempdir())
     (directory / program.title).write_text(program.body, encoding='utf-8')
     given = {'mpirun': mpirun, 'python': sys.executable}
     done = processes.run(

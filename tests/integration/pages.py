@@ -35,7 +35,7 @@ def write(
   for before, after in changes:
     test.assertEqual(program.count(before), 1, before)
     program = program.replace(before, after)
-  path = pathlib.Path(test.create_tempdir().full_path, title)
+  path = pathlib.Path(test.create_tempdir(), title)
   path.write_text(program, encoding='utf-8')
   return path
 

@@ -81,8 +81,7 @@ class StepKillsTest(case.KillsTestCase):
     """Checks that the death of workers does not end an update that has begun."""
     steps = 40
     with parameter_servers.Job() as job:
-      options = case.MODES[mode]
-      self.start_chief(job, steps, holds_writes=True, **options)
+      self.start_chief(job, steps, holds_writes=True, **case.MODES[mode])
       for begun in (5, 20):
         self.hold_at(job, begun, point)
         self.wait_until_quiet()

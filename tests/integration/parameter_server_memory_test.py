@@ -104,8 +104,7 @@ def save_and_restore(directory, pids):
   )
   # Shows that the test detects growth.
   found['read'] = _growth(table.numpy, [None])
-  after = tf.gather(table, sample).numpy()
-  wrong = int((before != after).any(1).sum())
+  wrong = int((before != tf.gather(table, sample).numpy()).any(1).sum())
   return found, wrong, len(np.unique(before[:, 0])), len(table.parts)
 
 

@@ -130,8 +130,7 @@ def train(
 
 def start_with_port_in_use() -> str:
   """Returns the error of a chief whose port is in use."""
-  cluster = tfs.cluster.ClusterConfig.from_env()
-  host, _, port = cluster.address.rpartition(':')
+  host, _, port = tfs.cluster.ClusterConfig.from_env().address.rpartition(':')
   with socket.create_server((host, int(port))):
     try:
       tfs.ParameterServerStrategy()

@@ -31,10 +31,8 @@ class RayTest(absltest.TestCase):
       self.skipTest('Ray needs a CPU for each of two workers')
     page = project.text_files()['docs/ray.md']
     [program] = re.findall(r'^```python\n(.*?)^```', page, re.M | re.S)
-    home = pathlib.Path(self.create_tempdir().full_path)
-    alone, both = (
-      pathlib.Path(self.create_tempdir().full_path) for _ in range(2)
-    )
+    home = pathlib.Path(self.create_tempdir())
+    alone, both = (pathlib.Path(self.create_tempdir()) for _ in range(2))
     path = home / 'page.py'
     path.write_text(program, encoding='utf-8')
     # Ray writes its results to the home directory.

@@ -59,8 +59,7 @@ class SparkTest(absltest.TestCase):
 
   def _without_spark(self, directory, launch):
     """Returns the reports of workers that a launcher started."""
-    here = self.program.parent
-    program = here / 'without_spark.py'
+    program = self.program.parent / 'without_spark.py'
     program.write_text(_WITHOUT_SPARK, encoding='utf-8')
     text = pages.run(program, directory, self.program.name, launch=launch)
     return _REPORT.findall(text)

@@ -33,8 +33,7 @@ def _model(strategy, seed):
   keras.utils.set_random_seed(seed)
   with strategy.scope():
     model = common.linear(3, 2)
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(optimizer, 'mse')
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), 'mse')
   return model
 
 

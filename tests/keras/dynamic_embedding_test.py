@@ -68,8 +68,7 @@ class EqualityTest(tf_case.TestCase):
       return tfs.keras.LazyRows(OPTIMIZERS['adam']())
 
     # 'parameter_server' without a cluster is this strategy.
-    strategy = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
-    with strategy.scope():
+    with tf.distribute.OneDeviceStrategy(virtual_devices.name(0)).scope():
       for optimizer in (OPTIMIZERS['adagrad'], lazy_adam):
         self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
 
@@ -270,8 +269,7 @@ class SavingTest(tf_case.TestCase):
 
   def test_empty_table_can_be_saved(self):
     model = dynamic_tables.model(True, OPTIMIZERS['adam'])
-    path = tfs.Run(self.directory, model).save(0)
-    self.assertIsNotNone(path)
+    self.assertIsNotNone(tfs.Run(self.directory, model).save(0))
     other = self.trained()
     tfs.Run(self.directory, other).restore()
     self.assertEqual(_embedding(other).report()['rows'], 0)
@@ -436,7 +434,7 @@ class SavedModelsTest(absltest.TestCase):
       [keras.Input([1], dtype='int64'), tfs.keras.DynamicEmbedding(2)]
     )
     model.compile('sgd', 'mse')
-    path = str(pathlib.Path(self.create_tempdir().full_path, 'm.keras'))
+    path = str(pathlib.Path(self.create_tempdir(), 'm.keras'))
     model.save(path)
     x = [[7], [9]]
     program = _LOAD.format(path=path, x=x)
@@ -450,8 +448,7 @@ class SavedModelsTest(absltest.TestCase):
       )
       if 'Could not locate class' in block.body
     )
-    head = error.partition('...')[0]
-    self.assertIn(head.strip(), failed.stderr)
+    self.assertIn(error.partition('...')[0].strip(), failed.stderr)
 
     program = f'import tf_strategies.keras\n{program}'
     done = processes.run_python('-c', program, is_checked=True)

@@ -47,8 +47,7 @@ _STRATEGIES = ('ring_mirrored', 'central_storage')
 
 
 def _data():
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=[16, 4]).astype(np.float32)
+  x = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
   return x, x[:, :1] * 2.0
 
 

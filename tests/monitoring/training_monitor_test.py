@@ -67,8 +67,7 @@ class MonitorTest(tf_case.TestCase):
     trace = self._trace('t-0.json')
     mine = [e for e in trace if e.get('cat') == 'mine']
     self.assertEqual([e['args']['step'] for e in mine], [*range(11, 16)])
-    inputs = [e for e in trace if e.get('cat') == 'input']
-    self.assertLen(inputs, 5)
+    self.assertLen([e for e in trace if e.get('cat') == 'input'], 5)
 
   @pytest.mark.smoke
   def test_step_numbers_continue_from_the_optimizer(self):

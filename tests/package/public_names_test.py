@@ -28,8 +28,7 @@ def _documented_constants() -> set[str]:
   """Returns the constants of all modules that are followed by a docstring."""
   found = set()
   for source in project.python_files('tf_strategies').values():
-    body = ast.parse(source).body
-    for node, text in itertools.pairwise(body):
+    for node, text in itertools.pairwise(ast.parse(source).body):
       if (
         isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(text, ast.Expr)

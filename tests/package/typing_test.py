@@ -26,7 +26,7 @@ def _marked(name: str) -> set[tuple[str, int]]:
 class CheckersTest(absltest.TestCase):
   def test_mypy(self):
     """Checks that exactly the marked lines are reported."""
-    directory = pathlib.Path(self.create_tempdir().full_path)
+    directory = pathlib.Path(self.create_tempdir())
     for name in _PROGRAMS:
       shutil.copy(_HERE / name, directory)
     path = {'MYPYPATH': '' if 'site-packages' in str(_SITE) else str(_SITE)}

@@ -152,8 +152,7 @@ class WrongValuesTest(tf_case.TestCase):
       value = given.get(name, parameter.default)
       if type(value) in numpys:
         given[name] = numpys[type(value)](value)
-    options = call(**given)
-    found = {k: v for k, v in vars(options).items() if k in given}
+    found = {k: v for k, v in vars(call(**given)).items() if k in given}
     self.assertNotEmpty(found)
     self.assertEqual(json.loads(json.dumps(found)), found)
     for name, value in found.items():

@@ -117,8 +117,7 @@ def expected(case: Case, world_size: int, large: str = 'ring') -> list[list]:
   if world_size == 1:
     return [[*[inputs[0].tobytes()] * 2, 0]]
   schedule = _schedule(case, world_size, large)
-  sizes = chunk_sizes(case.size, world_size)
-  starts = np.cumsum((0, *sizes))
+  starts = np.cumsum((0, *chunk_sizes(case.size, world_size)))
   simulation = simulate(schedule, inputs)
   outputs, links = simulation.outputs, simulation.bytes_per_link
   if case.kind == 'reduce_scatter':
@@ -155,8 +154,7 @@ def check_moves(group) -> None:
       _assert_same(gathered, np.concatenate(arrays))
   for size in (0, 3, 500):
     ragged = [np.full((size * r + (r + 1) % 2, 3), r, np.int16) for r in ranks]
-    found = group.all_gather(ragged[group.rank])
-    _assert_same(found, np.concatenate(ragged))
+    _assert_same(group.all_gather(ragged[group.rank]), np.concatenate(ragged))
 
 
 def check_barrier(group) -> None:

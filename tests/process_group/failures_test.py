@@ -33,8 +33,7 @@ def _train(rank, directory, size, options):
         details = {k: getattr(e, k, None) for k in _ATTRIBUTES}
         result = type(e).__name__, str(e), details, steps, time.time()
         break
-      expected = sum(range(1, group.world_size + 1))
-      assert (out == expected).all(), 'partial data'
+      assert (out == sum(range(1, group.world_size + 1))).all(), 'partial data'
       steps += 1
       if steps == 3:
         meetings.touch(directory, f'{rank}.runs')
@@ -176,8 +175,7 @@ class LeavingTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_interrupt_in_a_collective_fails_all_ranks(self):
-    results = processes.run_workers(_interrupted, 3)
-    for result in results:
+    for result in processes.run_workers(_interrupted, 3):
       self.assertIsNotNone(result)
       self.assertStartsWith(result, 'Rank 1 (task 1 at ')
       self.assertIn('KeyboardInterrupt during a collective', result)
@@ -223,8 +221,7 @@ class MismatchTest(parameterized.TestCase):
     tiers.soak('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
   )
   def test_every_rank_reports_both_calls(self, other):
-    calls = [_SAME, _SAME, other]
-    results = processes.run_workers(_differ, 3, args=(calls,))
+    results = processes.run_workers(_differ, 3, args=([_SAME, _SAME, other],))
     for result in results:
       self.assertIsNotNone(result)
       kind, message, ranks, step = result
@@ -254,8 +251,7 @@ def _late(rank, late):
 class TimeoutTest(parameterized.TestCase):
   @tiers.parameters(0, tiers.soak(2))
   def test_missing_rank_is_named(self, late):
-    results = processes.run_workers(_late, 3, args=(late,))
-    for result in results:
+    for result in processes.run_workers(_late, 3, args=(late,)):
       self.assertIsNotNone(result)
       message, rank, tensor, step = result
       self.assertEqual((rank, tensor, step), (late, 'weights', 2))

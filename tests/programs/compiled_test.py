@@ -144,8 +144,7 @@ class CompiledModelTest(tf_case.TestCase):
   @parameterized.parameters(*STRATEGIES)
   def test_each_device_runs_compiled_blocks_between_exchanges(self, case):
     strategy = case.create()
-    graph = _graph(strategy)
-    blocks = _blocks(graph)
+    blocks = _blocks(_graph(strategy))
     forward = [
       (nodes, callers)
       for nodes, callers in blocks
@@ -178,8 +177,7 @@ class CompiledLoopTest(tf_case.TestCase):
 
     dataset = tf.data.Dataset.from_tensors(tf.range(8.0)).unbatch().batch(8)
     [x] = strategy.experimental_distribute_dataset(dataset)
-    results = strategy.run(step, args=(x,))
-    return strategy.experimental_local_results(results)
+    return strategy.experimental_local_results(strategy.run(step, args=(x,)))
 
   def test_compiled_all_reduce_sums_or_is_refused(self):
     if links.nccl_is_usable(DEVICES):
@@ -229,8 +227,7 @@ class CompiledLoopTest(tf_case.TestCase):
     want = self.train(tf.distribute.get_strategy(), 'none')
     for kind in ('outside', 'inside'):
       strategy = make(DEVICES)
-      is_central = isinstance(strategy, tfs.CentralStorageStrategy)
-      if kind == 'outside' or is_central:
+      if kind == 'outside' or isinstance(strategy, tfs.CentralStorageStrategy):
         with self.assertRaisesRegex(
           tfs.errors.UnsupportedOptionError, 'jit_compile=True.*strategy.step'
         ):

@@ -15,8 +15,7 @@ _ROWS = 78  # Two batches of 32, and one of 14.
 
 
 def _images():
-  rng = np.random.default_rng(12)
-  return rng.random((_ROWS, 8, 8, 1)).astype('f4')
+  return np.random.default_rng(12).random((_ROWS, 8, 8, 1)).astype('f4')
 
 
 class _Sampling(layers.Layer):
@@ -248,8 +247,7 @@ class _Diffusion(keras.Model):
   def _network(self):
     images, variances = layers.Input([8, 8, 1]), layers.Input([1, 1, 1])
     waves = ops.concatenate([ops.sin(variances), ops.cos(variances)], -1)
-    embedded = layers.UpSampling2D(8)(waves)
-    hidden = layers.Concatenate()([images, embedded])
+    hidden = layers.Concatenate()([images, layers.UpSampling2D(8)(waves)])
     hidden = layers.Conv2D(4, 3, padding='same', use_bias=False)(hidden)
     hidden = layers.BatchNormalization(center=False, scale=False)(hidden)
     hidden = layers.Activation('swish')(hidden)
@@ -284,8 +282,7 @@ class _Diffusion(keras.Model):
     with tf.GradientTape() as tape:
       told = self.network([noisy, noise**2], training=True)
       loss = self.loss(noises, told)
-    weights = self.network.trainable_weights
-    common.descend(self.optimizer, tape, loss, weights)
+    common.descend(self.optimizer, tape, loss, self.network.trainable_weights)
     found = self.measured(loss, (noisy - noise * told) / signal, images)
     for weight, ema_weight in zip(
       self.network.weights, self.ema_network.weights, strict=True

@@ -168,8 +168,7 @@ def _inputs_alone():
   a, _, _ = _two_inputs(96)
   model = _Denoiser()
   model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
-  dataset = common.batches(a)
-  return common.fitted(model, dataset)
+  return common.fitted(model, common.batches(a))
 
 
 def _bools_and_strings():

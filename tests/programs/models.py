@@ -91,8 +91,7 @@ def _convolution(x, filters, stride=1, activation='relu'):
 def _transfer_learning():
   x, y = _images()
   inputs = layers.Input([8, 8, 3])
-  features = _convolution(_convolution(inputs, 4), 8, 2)
-  base = keras.Model(inputs, features)
+  base = keras.Model(inputs, _convolution(_convolution(inputs, 4), 8, 2))
   base.trainable = False
   inputs = layers.Input([8, 8, 3])
   scaled = layers.Rescaling(1 / 127.5, offset=-1)(inputs)
@@ -270,8 +269,7 @@ def _text_transformer():
 
 def _mini_gpt():
   rng = np.random.default_rng(7)
-  texts = rng.integers(1, _WORDS, (_ROWS, _LENGTH + 1))
-  dataset = common.batches(texts)
+  dataset = common.batches(rng.integers(1, _WORDS, (_ROWS, _LENGTH + 1)))
   dataset = dataset.map(lambda text: (text[:, :-1], text[:, 1:])).prefetch(1)
   inputs = layers.Input([_LENGTH], dtype='int32')
   hidden = _Block(is_causal=True)(common.Positions(_WORDS, _LENGTH, 8)(inputs))
@@ -302,8 +300,7 @@ def _bilstm():
 def _seq2seq():
   """Trains a sequence-to-sequence model with teacher forcing."""
   source, _ = _texts()
-  rng = np.random.default_rng(8)
-  target = rng.integers(1, _WORDS, (_ROWS, _LENGTH + 1))
+  target = np.random.default_rng(8).integers(1, _WORDS, (_ROWS, _LENGTH + 1))
   target[:, 4:][source[:, 4:].sum(1) == 0] = 0
   encoder_in = layers.Input([None], dtype='int32', name='source')
   embedding = layers.Embedding(_WORDS, 8, mask_zero=True)
@@ -324,8 +321,7 @@ def _seq2seq():
 
 
 def _next_frame():
-  rng = np.random.default_rng(9)
-  frames = rng.random((_ROWS, 4, 5, 5, 1)).astype('f4')
+  frames = np.random.default_rng(9).random((_ROWS, 4, 5, 5, 1)).astype('f4')
   inputs = layers.Input([None, 5, 5, 1])
   hidden = layers.ConvLSTM2D(3, 3, padding='same', return_sequences=True)(
     inputs

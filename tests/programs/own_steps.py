@@ -16,8 +16,7 @@ _ROWS = 37
 
 
 def _data():
-  rng = np.random.default_rng(5)
-  x = rng.normal(size=[_ROWS, 6]).astype(np.float32)
+  x = np.random.default_rng(5).normal(size=[_ROWS, 6]).astype(np.float32)
   return x, np.eye(3, dtype=np.float32)[np.arange(_ROWS) * 7 % 3]
 
 
@@ -107,12 +106,10 @@ def _loaded_model():
   inner = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(6, 'tanh')])
   with tempfile.TemporaryDirectory() as path:
     inner.export(path, verbose=False)
-    layer = layers.TFSMLayer(path, call_endpoint='serve')
-    model = _model(hidden=layer)
+    model = _model(hidden=layers.TFSMLayer(path, call_endpoint='serve'))
     # Keras gives the slots of such variables names that TensorFlow rejects.
     model.compile(keras.optimizers.SGD(0.3), 'categorical_crossentropy')
-  history = common.fit(model, x, y, batch_size=16)
-  return history, model.get_weights()
+  return common.fit(model, x, y, batch_size=16), model.get_weights()
 
 
 def _results(step, optimizers, rows):
@@ -162,8 +159,7 @@ def _two_players(is_in_turns):
       optimizers[1].apply([-other], [second])
       return loss, after
 
-    found = _results(step, optimizers, x)
-    return found, first.numpy(), second.numpy()
+    return _results(step, optimizers, x), first.numpy(), second.numpy()
 
   return program
 

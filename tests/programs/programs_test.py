@@ -365,8 +365,7 @@ def _results(rows):
 class ProgramsTest(tf_case.TestCase):
   def assert_equal(self, one, other, name):
     """Checks that two structures of numbers agree within the promised limit."""
-    found = runner.difference(one, other)
-    self.assertLessEqual(found, runner.limit_of(name))
+    self.assertLessEqual(runner.difference(one, other), runner.limit_of(name))
 
   @tiers.named_parameters(*_IN_PROCESS)
   def test_equals_one_device(self, case, name):

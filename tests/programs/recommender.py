@@ -86,8 +86,7 @@ def _build(genres):
 
 def _train(name):
   rng = np.random.default_rng(5)
-  genres = rng.integers(0, 2, [len(_FILMS), 6]).astype(np.float32)
-  model = _build(genres)
+  model = _build(rng.integers(0, 2, [len(_FILMS), 6]).astype(np.float32))
   # Eagerly on one device, to save the time for tracing.
   is_eager = not tf.distribute.has_strategy()
   model.compile(

@@ -61,8 +61,7 @@ def _slices():
   def replica_fn(ids, weights):
     with tf.GradientTape() as tape:
       tape.watch(table)
-      rows = tf.gather(table, ids)
-      loss = tf.reduce_sum(rows * weights[:, None, None])
+      loss = tf.reduce_sum(tf.gather(table, ids) * weights[:, None, None])
     slices = tape.gradient(loss, table)
     assert isinstance(slices, tf.IndexedSlices), slices
     context = tf.distribute.get_replica_context()

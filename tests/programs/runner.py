@@ -143,8 +143,7 @@ def run_checked(name, strategy):
     assert not models or sum(report['bytes_per_server']), report
     if shares_batches(strategy) and name in own_steps.ARE_SHARED:
       # Workers that share a batch use extra slots for their sums.
-      is_shared = shares_rows(strategy)
-      assert is_shared == own_steps.ARE_SHARED[name], name
+      assert shares_rows(strategy) == own_steps.ARE_SHARED[name], name
   elif strategy.num_replicas_in_sync > 1:
     after = strategy.communication_report()['calls']
     calls = sum(after.values()) - sum(before.values())

@@ -116,8 +116,7 @@ class _Queue(_Own):
     places = (self.next + tf.range(rows)) % 40
     self.keys.value.scatter_nd_update(places[:, None], self.hidden(x))
     self.next.assign((self.next + rows) % 40)
-    ones = tf.IndexedSlices(tf.ones_like(y, tf.int32), y)
-    self.seen.value.scatter_add(ones)
+    self.seen.value.scatter_add(tf.IndexedSlices(tf.ones_like(y, tf.int32), y))
     return {'norm': tf.norm(self.keys)}
 
 
@@ -282,8 +281,7 @@ def _numpy_in_a_layer():
   model = keras.Sequential(
     [layers.Input([6]), layers.Dense(4), _NumPyLayer(), layers.Dense(_CLASSES)]
   )
-  optimizer = keras.optimizers.SGD(0.1)
-  return common.train(model, x, y, optimizer, shuffle=False)
+  return common.train(model, x, y, keras.optimizers.SGD(0.1), shuffle=False)
 
 
 class _Overwritten(keras.metrics.Metric):

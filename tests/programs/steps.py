@@ -254,8 +254,7 @@ class _Adversarial(keras.Model):
 def _two_optimizers():
   x, _, _ = _data()
   model = _Adversarial()
-  optimizers = [_adam(clipnorm=0.01) for _ in range(2)]
-  model.compile(*optimizers)
+  model.compile(_adam(clipnorm=0.01), _adam(clipnorm=0.01))
   return common.fitted(model, common.batches(x))
 
 

@@ -140,8 +140,7 @@ def _ragged(read=lambda make: make()):
 
 
 def _sparse_batches():
-  rng = np.random.default_rng(19)
-  counts = rng.integers(0, 5, (_ROWS, 10)) // 3
+  counts = np.random.default_rng(19).integers(0, 5, (_ROWS, 10)) // 3
   sparse = tf.sparse.from_dense(counts.astype('f4'))
   return common.batches(sparse, counts.sum(1) > 3)
 

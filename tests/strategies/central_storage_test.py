@@ -37,8 +37,7 @@ class VariablesTest(tf_case.TestCase):
   def test_one_copy_on_the_parameter_device(self):
     with self.strategy.scope():
       v = tf.Variable([1.0, 2.0])
-      slot_of = self.strategy.extended.colocate_vars_with(v)
-      with slot_of:
+      with self.strategy.extended.colocate_vars_with(v):
         slot = tf.Variable([0.0, 0.0], trainable=False)
     for variable in (v, slot):
       self.assertLen(variable.values, 1)

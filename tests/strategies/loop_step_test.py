@@ -235,8 +235,7 @@ class ReplicaCodeTest(tf_case.TestCase):
     self.assertAllEqual(variable.numpy(), [1.0])
 
   def test_workers_with_one_device_reduce_in_a_branch(self):
-    found = processes.run_workers(_apply_in_branch, 2)
-    self.assertEqual(found, [[-6.0]] * 2)
+    self.assertEqual(processes.run_workers(_apply_in_branch, 2), [[-6.0]] * 2)
 
   @parameterized.parameters('step', 'run')
   def test_unbuilt_loss_scale_uses_gradients_of_all_replicas(self, method):

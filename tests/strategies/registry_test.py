@@ -94,8 +94,7 @@ class RegistryTest(parameterized.TestCase):
   def test_local_strategy_of_an_independent_task(self, **environ):
     os.environ.update(environ)
     for name in ('one_device', 'mirrored', 'ring_mirrored', 'central_storage'):
-      strategy = tfs.create_strategy(name)
-      self.assertIsInstance(strategy, tf.distribute.Strategy)
+      self.assertIsInstance(tfs.create_strategy(name), tf.distribute.Strategy)
 
   def test_local_strategy_after_a_multi_worker_strategy(self):
     tfs.create_strategy('multi_worker_ring').close()

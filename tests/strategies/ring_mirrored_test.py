@@ -159,8 +159,7 @@ class UndividedLossTest(tf_case.TestCase):
   @parameterized.parameters(*_DIVIDED)
   def test_divided_loss_does_not_warn(self, name):
     for rows in (16, 9):
-      found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
-      self.assertEmpty(found)
+      self.assertEmpty(self.warnings(_strategy(), _DIVIDED[name], rows=rows))
 
   def test_divided_gradient_does_not_warn(self):
     mean = _UNDIVIDED['reduce_mean']
@@ -169,8 +168,7 @@ class UndividedLossTest(tf_case.TestCase):
 
   def test_one_replica_does_not_warn(self):
     strategy = tfs.RingMirroredStrategy(list(DEVICES[:1]))
-    found = self.warnings(strategy, _UNDIVIDED['reduce_mean'])
-    self.assertEmpty(found)
+    self.assertEmpty(self.warnings(strategy, _UNDIVIDED['reduce_mean']))
 
 
 class CapturedGradientTest(tf_case.TestCase):

@@ -25,8 +25,7 @@ class TaskTest(tf_case.TestCase):
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
   def test_measured_task_trains_like_the_example(self, strategy):
-    options = {**_OPTIONS, 'strategy': strategy}
-    spec = task.Spec(options, 2, 3, '')
+    spec = task.Spec({**_OPTIONS, 'strategy': strategy}, 2, 3, '')
     expected = pages.run('mnist_keras_fit', *spec.flags())
     found = task.train(spec)
     # Equal in every bit, so the untimed steps were undone.

@@ -121,8 +121,7 @@ class PartialTest(ExtractTestCase):
     self.write_source(3, 'WORD3')  # Keeps its modification time.
     self.assertEmpty(self.extract().converted)
     self.assertEqual(self.words()[-1], 'word3-6')
-    report = self.extract(checksum=True)
-    self.assertEqual(report.converted, (self.source(3),))
+    self.assertEqual(self.extract(checksum=True).converted, (self.source(3),))
     self.assertEqual(self.words()[-1], 'WORD3-6')
     self.assert_only_changed(3)
 

@@ -93,8 +93,7 @@ class FormatsTest(formula.DataTestCase):
 
   @tiers.parameters('npz', 'idx', tiers.smoke('shards'))
   def test_every_value_is_read_back(self, kind):
-    path = self.write(kind)
-    loaded = datasets.load('mnist', pathlib.Path(path))
+    loaded = datasets.load('mnist', pathlib.Path(self.write(kind)))
     self.assertEqual(loaded.name, 'mnist')
     self.assert_same_data(loaded, formula.dataset())
 

@@ -195,8 +195,7 @@ class ExchangeTest(parameterized.TestCase):
     results = processes.run_workers(_exchange_many, world_size)
     for payloads, sums, large in results:
       for tag, got in payloads.items():
-        expected = [f'{r} {tag}' for r in range(world_size)]
-        self.assertEqual(got, expected)
+        self.assertEqual(got, [f'{r} {tag}' for r in range(world_size)])
       ranks = sum(range(world_size))
       self.assertEqual(sums, [ranks + world_size * i for i in range(50)])
       length = (1 << 19) - 1
@@ -204,8 +203,7 @@ class ExchangeTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_disagreement_names_the_option_the_ranks_and_values(self):
-    results = processes.run_workers(_agreements, 3)
-    for (message, ranks), total in results:
+    for (message, ranks), total in processes.run_workers(_agreements, 3):
       self.assertEqual(ranks, (1, 2))
       self.assertIn('global_batch_size', message)
       self.assertIn('rank 0 has 32', message)
@@ -213,8 +211,7 @@ class ExchangeTest(parameterized.TestCase):
       self.assertEqual(total, 3)
 
   def test_missing_rank_is_named_on_every_rank(self):
-    results = processes.run_workers(_alone, 3)
-    for message, rank, tag in results:
+    for message, rank, tag in processes.run_workers(_alone, 3):
       self.assertEqual((rank, tag), (1, 'meeting'))
       self.assertIn("exchange 'meeting' did not finish within 1 s", message)
       self.assertIn('rank 1 (task 1 at ', message)

@@ -109,8 +109,7 @@ def run(program, directory):
   note = {}
   globals()[program](note)
   # mpi4py has initialized MPI.
-  rank = links.load().COMM_WORLD.rank
-  path = pathlib.Path(directory, str(rank))
+  path = pathlib.Path(directory, str(links.load().COMM_WORLD.rank))
   path.with_suffix('.part').write_bytes(pickle.dumps(note))
   path.with_suffix('.part').rename(path.with_suffix('.pickle'))
 

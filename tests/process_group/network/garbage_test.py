@@ -39,8 +39,7 @@ def _train(rank, directory):
   with meetings.meet(rank) as meeting, meeting.form() as group:
     steps, before = 0, None
     while True:
-      out = group.all_reduce(np.full(1000, group.rank + 1.0))
-      assert (out == 3).all()
+      assert (group.all_reduce(np.full(1000, group.rank + 1.0)) == 3).all()
       steps += 1
       if steps == 500:
         before = process.memory_info().rss

@@ -101,8 +101,7 @@ class MajorityTest(parameterized.TestCase):
     first, second, third = self.make(3)
     _formed(first, second, third)
     # The second and third formed a group without the first.
-    seated = {1: 'life 1', 2: 'life 2'}
-    third.formed(2, seated)
+    third.formed(2, {1: 'life 1', 2: 'life 2'})
     third.start(9)
     _meet(first, third)
     _meet(third, first)
@@ -149,8 +148,7 @@ class CutTest(parameterized.TestCase):
     ([(2, 1), (3, 2), (3, 1)], [0, 1]),
   )
   def test_fewest_tasks_are_left_out(self, pairs, expected):
-    left = quorum.leave_out([0, 1, 2, 3], pairs, leader=0)
-    self.assertEqual(left, expected)
+    self.assertEqual(quorum.leave_out([0, 1, 2, 3], pairs, leader=0), expected)
 
   def make(self, life='life 1', **settings):
     """Returns three workers. The third cannot connect to the second."""

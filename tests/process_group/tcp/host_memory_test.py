@@ -97,8 +97,7 @@ def _mapped(rank):
 @unittest.skipIf(sys.platform != 'linux', 'slots need Linux')
 class SlotsOfClosedGroupsTest(absltest.TestCase):
   def test_memory_is_unmapped(self):
-    results = processes.run_workers(_mapped, 2)
-    self.assertEqual(results, [(2, 0)] * 2)
+    self.assertEqual(processes.run_workers(_mapped, 2), [(2, 0)] * 2)
 
 
 @unittest.skipIf(sys.platform != 'linux', 'slots need Linux')

@@ -168,8 +168,7 @@ class PoolTest(parameterized.TestCase):
   def test_pool_size_is_bounded(self):
     pool = buffers.Pool(max_bytes=10_000)
     arrays = [pool.take(4096, 'u1') for _ in range(5)]
-    pointers = {a.ctypes.data for a in arrays}
-    self.assertLen(pointers, 5)
+    self.assertLen({a.ctypes.data for a in arrays}, 5)
     newest = arrays[-1].ctypes.data
     del arrays
     self.assertEqual(pool.take(4096, 'u1').ctypes.data, newest)

@@ -81,8 +81,7 @@ def _from_function(strategy):
     rows = _own_rows(context.input_pipeline_id)
     return tf.data.Dataset.from_tensor_slices(rows).batch(2)
 
-  distributed = strategy.distribute_datasets_from_function(make)
-  return _consume(strategy, distributed)
+  return _consume(strategy, strategy.distribute_datasets_from_function(make))
 
 
 def _failure(strategy, dataset):

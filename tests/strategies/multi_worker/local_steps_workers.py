@@ -220,8 +220,7 @@ def simulate(job, workers, synchronizes_at_epochs=True):
     if steps and (synchronizes_at_epochs or epoch == job.epochs - 1):
       synchronize()
       steps = 0
-  optimizer_ = models[0].optimizer
-  optimizer_.finalize_variable_values(models[0].trainable_variables)
+  models[0].optimizer.finalize_variable_values(models[0].trainable_variables)
   return models[0].get_weights()
 
 

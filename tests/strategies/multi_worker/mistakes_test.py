@@ -53,8 +53,7 @@ class MistakesTest(parameterized.TestCase):
       self.assertNotIn('has ended', output)
       self.assertIn('worker 1 failed first', output)
       # The traceback of the failed worker comes before the resulting errors.
-      before = output.partition(message)[0]
-      self.assertNotIn('[worker 0] Traceback', before)
+      self.assertNotIn('[worker 0] Traceback', output.partition(message)[0])
     elif _ENDED in message:
       self.assertIn('[worker 1] has ended', output)
 

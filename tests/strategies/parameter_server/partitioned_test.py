@@ -63,8 +63,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
       files = pathlib.Path(path, 'variables').iterdir()
       sizes.append(sum(f.stat().st_size for f in files))
       loaded = tf.saved_model.load(path)
-      serve = loaded.signatures['serving_default']
-      [found] = serve(tf.constant(ids)).values()
+      [found] = loaded.signatures['serving_default'](tf.constant(ids)).values()
       self.assertAllEqual(found, value[ids])
       self.assertAllEqual(loaded.variables[0], value)
       # The model is unchanged, so that training can continue.
@@ -128,8 +127,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
         if whole is rows
         else _VALUE,
       )
-      clipped = tf.clip_by_norm(joined, 1.0)
-      self.assertIsNot(variable.split(clipped), parts)
+      self.assertIsNot(variable.split(tf.clip_by_norm(joined, 1.0)), parts)
 
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()
@@ -170,8 +168,7 @@ class TakeTest(local_servers.LocalServersTestCase):
   def tables(self):
     keras_variable = keras.Variable(_VALUE)
     keras_variable._value = table = local_servers.variable(0, _VALUE)
-    parts = local_servers.partitioned_variable(_VALUE, 3)
-    return table, parts, keras_variable
+    return table, local_servers.partitioned_variable(_VALUE, 3), keras_variable
 
   @parameterized.named_parameters(*_INDICES)
   def test_take_equals_keras_for_all_types_of_ids(self, make_indices):

@@ -72,8 +72,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     return [*paths, found.write()]
 
   def damage(self, path):
-    file = os.path.join(path, 'arrays.bin')
-    with open(file, 'r+b') as f:
+    with open(os.path.join(path, 'arrays.bin'), 'r+b') as f:
       f.seek(-1, os.SEEK_END)
       self.removed = f.read()
       f.seek(-1, os.SEEK_END)

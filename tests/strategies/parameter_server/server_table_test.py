@@ -202,8 +202,7 @@ class ServerTableTest(tf_case.TestCase):
     )
 
   def test_evaluator_on_one_device_restores_rows(self):
-    make = dynamic_tables.OPTIMIZERS['adam']
-    model = dynamic_tables.model(True, make)
+    model = dynamic_tables.model(True, dynamic_tables.OPTIMIZERS['adam'])
     data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
     directory = os.path.join(self.directory, 'run')
     tfs.SidecarEvaluator(model, data, directory, idle_timeout_seconds=1).run()

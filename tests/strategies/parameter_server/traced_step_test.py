@@ -129,8 +129,7 @@ def _add(table, x):
 
 
 def _scatter(table, x):
-  rows = tf.IndexedSlices(tf.reshape(x[:2], [1, 2]), [3])
-  table.scatter_add(rows)
+  table.scatter_add(tf.IndexedSlices(tf.reshape(x[:2], [1, 2]), [3]))
   before = tf.gather(table, [3, 0])
   table.scatter_update(tf.IndexedSlices(before, [0, 2]))
   return before

@@ -79,12 +79,10 @@ class ExecutionTest(tf_case.TestCase):
       with tf.GradientTape() as tape:
         tape.watch(x)
         context = tf.distribute.get_replica_context()
-        reduced = context.all_reduce(reduce_op, x)
-        loss = tf.reduce_sum(reduced * weight)
+        loss = tf.reduce_sum(context.all_reduce(reduce_op, x) * weight)
       return tape.gradient(loss, x)
 
-    strategy = double.create_strategy(4)
-    traced = program.Program(strategy, step, [x, weight])
+    traced = program.Program(double.create_strategy(4), step, [x, weight])
     self.assertIsNone(traced.mismatch(ring_all_reduce(4)))
     results, _ = traced.run(4)
     for (gradient,) in results:

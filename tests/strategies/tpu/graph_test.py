@@ -46,8 +46,7 @@ def traced_step(strategy):
 class GraphTest(tf_case.TestCase):
   @tiers.parameters(4, tiers.soak(32))
   def test_step_has_one_ring_per_dtype(self, num_replicas):
-    strategy = double.create_strategy(num_replicas)
-    step = traced_step(strategy)
+    step = traced_step(double.create_strategy(num_replicas))
     self.assertIsNone(step.mismatch(ring_all_reduce(num_replicas)))
     self.assertEmpty(step.sums)
     self.assertEqual(
@@ -62,8 +61,7 @@ class GraphTest(tf_case.TestCase):
 
   @pytest.mark.smoke
   def test_builtin_uses_only_cross_replica_sums(self):
-    strategy = double.create_strategy(4, all_reduce='builtin')
-    step = traced_step(strategy)
+    step = traced_step(double.create_strategy(4, all_reduce='builtin'))
     self.assertEmpty(step.permutes)
     self.assertLen(step.sums, sum(len(shapes) for shapes in _SHAPES.values()))
 

@@ -123,8 +123,7 @@ class KerasTest(tf_case.TestCase):
       model = keras.Sequential(
         [keras.Input([2], dtype='int32'), keras.layers.Embedding(5, 3)]
       )
-      clipping = keras.optimizers.SGD(0.1, clipnorm=1.0)
-      model.compile(clipping, 'mse')
+      model.compile(keras.optimizers.SGD(0.1, clipnorm=1.0), 'mse')
     ids = np.ones([_REPLICAS, 2, 2], np.int32)
     y = np.ones([_REPLICAS, 2, 2, 3], np.float32)
     with self.assertRaisesRegex(
