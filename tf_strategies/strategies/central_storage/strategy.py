@@ -29,9 +29,9 @@ class CentralStorageStrategy(
 
   Variables and the optimizer's state are on the parameter device, and replicas on
   the compute devices read them. In a step, each replica sends its gradient there
-  once, and the optimizer updates each variable once. Use it if the state does not
-  fit beside the activations, or if the optimizer is cheap. In each step, variables
-  travel to each compute device over the parameter device's link.
+  once, and the optimizer updates each variable once. Use it if a compute device
+  has no memory for the state. In each step, variables travel from the parameter
+  device to each compute device.
 
   `tf.distribute.experimental.CentralStorageStrategy` has wrong metrics under
   Keras 3 and fails on BatchNormalization, EMA and loss scaling. Here metrics
