@@ -189,6 +189,9 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen(messages, 2)
       return packed.unpack(messages)
 
+    # The message is copied once.
+    operations = run.get_concrete_function().graph.get_operations()
+    self.assertLen([op for op in operations if op.type == 'SplitV'], 1)
     for first, second in ((0, 5), (7, 0), (4, 4), (0, 0)):
       sent = [
         _random(np.int32, [first], 1),

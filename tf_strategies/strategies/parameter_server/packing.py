@@ -69,10 +69,12 @@ class Packing:
     found = dict(zip(self._alone, messages, strict=False))
     if self._sizes:
       message, sizes = messages[-1], dict(self._sizes)
-      for i in self._vectors:
-        length, message = tf.split(message, [_LENGTH_BYTES, -1])
-        sizes[i] = _from_bytes(length, tf.TensorSpec([], tf.int64))
-      parts = tf.split(message, [*sizes.values()], num=len(sizes))
+      count = len(self._vectors)
+      head = count * _LENGTH_BYTES
+      lengths = _from_bytes(message[:head], tf.TensorSpec([count], tf.int64))
+      sizes |= zip(self._vectors, tf.unstack(lengths), strict=True)
+      # All at once, since a split copies its whole input.
+      _, *parts = tf.split(message, [head, *sizes.values()], num=len(sizes) + 1)
       for i, part in zip(sizes, parts, strict=True):
         found[i] = _from_bytes(part, self._specs[i])
     return [found[i] for i in range(len(found))]
