@@ -447,6 +447,24 @@ class EngineTest(absltest.TestCase):
     with mock.patch.object(engine_lib, '_RESULTS_SECONDS', 0.0):
       end(busy=True, expected=3)
 
+  def test_results_that_a_recovery_has_reset_are_not_used(self):
+    step = engine_lib.Step(run=None, trains=True, results=list)
+    number = engine_lib.LatestNumber(self.engine, step, 0, ())
+    self.enter_context(
+      mock.patch.object(self.engine.pool, 'is_busy', return_value=False)
+    )
+    for value in (5, 0):
+      self._start(0)
+      self._end(0, step=step)
+      self.engine._read_results = lambda step, value=value: [value]
+      if not value:
+        self.engine._with_recovery = self._recovered
+      self.assertEqual(int(number), 5)
+
+  def _recovered(self, action):
+    self.engine.forget()
+    return action()
+
 
 class _Dataset(input.WorkerDataset):
   """Five batches in two splits. The handle of a split is its number."""

@@ -353,7 +353,10 @@ class Engine:
       )
       if not is_usable:
         step.read_at = self._writes, step.done, time.monotonic()
-        step.newest = self._with_recovery(lambda: self._read_results(step))
+        found = self._with_recovery(lambda: self._read_results(step))
+        # Else servers were restored, and metrics count from zero.
+        if is_current():
+          step.newest = found
     return step.newest
 
   def _reads_results(self, step: Step) -> bool:
