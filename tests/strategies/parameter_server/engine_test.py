@@ -461,6 +461,14 @@ class EngineTest(absltest.TestCase):
         self.engine._with_recovery = self._recovered
       self.assertEqual(int(number), 5)
 
+  def test_results_are_read_again_after_a_broken_connection(self):
+    broken = tf.errors.UnavailableError(None, None, 'broken')
+    read = mock.Mock(side_effect=[broken, [tf.constant(3)]])
+    self.enter_context(
+      mock.patch.object(engine_lib.slots, 'results_function', return_value=read)
+    )
+    self.assertEqual(self.engine._read_results(_STEP), [3])
+
   def _recovered(self, action):
     self.engine.forget()
     return action()

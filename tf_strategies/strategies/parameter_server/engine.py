@@ -365,7 +365,13 @@ class Engine:
 
   def _read_results(self, step: Step) -> list[np.ndarray]:
     read = self._cached((step, 'results'), lambda: slots.results_function(step))
-    return [t.numpy() for t in read()]
+    try:
+      return [t.numpy() for t in read()]
+    except tf.errors.UnavailableError:
+      # If only a connection has broken, the next attempt makes another one.
+      _tf_internal.clear_errors()
+      time.sleep(_RESULTS_SECONDS)
+      return [t.numpy() for t in read()]
 
   def _report_of(self, update: Update) -> Any:
     """Returns the results of a step as `LatestNumber`s; waits for other tensors.
