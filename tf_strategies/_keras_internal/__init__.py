@@ -155,6 +155,7 @@ def capture_apply(
   home = tf.compat.v1.get_default_graph()
 
   def apply(optimizer, grads, trainable_variables=None, **options):
+    """Notes a call, or does one that is not in the graph of the step itself."""
     if options:
       raise errors.UnsupportedOptionError(
         f'the arguments {", ".join(options)}',

@@ -29,6 +29,7 @@ def _look_up_rows(take):
   """Looks up rows in a table that says `gives_rows`. Keras would read all of it."""
 
   def take_rows(x, indices, axis=None):
+    """Does the same as `keras.ops.take`."""
     is_keras = isinstance(x, keras.Variable)
     table = x._value if is_keras else x
     if (

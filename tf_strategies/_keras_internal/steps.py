@@ -258,6 +258,7 @@ def _pass_step(make: Callable) -> Callable:
   """Lets a strategy make the function of a step, or passes the step to it."""
 
   def make_with_step(self, step_function):
+    """Returns the function that Keras calls for each group of steps."""
     kind = 'test' if step_function == self.test_step else 'train'
     extended = self.distribute_strategy.extended
     if hasattr(extended, 'make_step_function'):
@@ -331,6 +332,7 @@ def _build_from_specs(build):
   """
 
   def build_from_specs(self, iterator=None, data_batch=None):
+    """Builds the model and its metrics, if they are not built."""
     caller = sys._getframe(1).f_code.co_name
     trains = caller in ('fit', 'train_on_batch')
     _prepare(self, 'train' if trains else 'test', iterator)
@@ -509,6 +511,7 @@ def _build(model: keras.Model, batch: Any) -> None:
   """
 
   def build():
+    """Calls the model, its loss and its metrics on placeholders."""
     inputs = tf.nest.map_structure(
       _placeholder,
       keras.tree.map_structure(_spec_of, batch),
@@ -551,6 +554,7 @@ def _restore_when_made(register: Callable) -> Callable:
   """Lets a checkpoint restore a variable that gets its value later."""
 
   def register_variable(variable):
+    """Notes a variable without a value, as Keras does."""
     restored = {}
 
     def initialize():

@@ -74,16 +74,7 @@ def main(
   )
   end = argv.index('--') if '--' in argv else len(argv)
   try:
-    try:
-      unexpected = values(argv[:end])[1:]
-    except flags.IllegalFlagValueError as e:
-      # absl's message is 'flag --name=value: reason', without a fix.
-      received, name = re.match(r'(?s)flag (--(\w+)=.*?): ', str(e)).groups()
-      raise errors.UnsupportedOptionError(
-        received,
-        values[name].parser.syntactic_help or 'True or False',
-        f'write for instance --{name}={values[name].default}',
-      ) from None
+    unexpected = values(argv[:end])[1:]
     if values.help:
       print(f'{doc.partition("Example:")[0]}{values.get_help()}')
       return 0
@@ -107,16 +98,23 @@ def main(
     errors.ClusterConfigError,
   ) as e:
     usage = f'{program} [flags] -- command [arguments]'
-    print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
+    text = _explained(e, values)
+    print(f'{program}: {text}\nUsage: {usage}', file=sys.stderr)
     return 2
 
 
-def _meant(error: Exception, values: flags.FlagValues) -> str:
-  """Returns which flag an unknown one may stand for, where absl does not."""
+def _explained(error: Exception, values: flags.FlagValues) -> str:
+  """Returns the message of an error, with a fix where absl names none."""
+  if isinstance(error, flags.IllegalFlagValueError):
+    # absl's message is 'flag --name=value: reason'.
+    typed, name = re.match(r'(?s)flag (--(\w+)=.*?): ', str(error)).groups()
+    expected = values[name].parser.syntactic_help or 'True or False'
+    fix = f'write for instance --{name}={values[name].default}'
+    return str(errors.UnsupportedOptionError(typed, expected, fix))
   if not isinstance(error, flags.UnrecognizedFlagError) or 'mean' in str(error):
-    return ''
+    return str(error)
   typed = error.flagname.replace('-', '_')
   # --workers is nearer to --num_workers than letters say.
   meant = [name for name in values if name.endswith(f'_{typed}')]
   meant += filter(None, [option_checks.nearest(typed, list(values))])
-  return f'. Did you mean: {meant[0]} ?' if meant else ''
+  return f'{error}. Did you mean: {meant[0]} ?' if meant else str(error)

@@ -43,6 +43,7 @@ _MAX_TURNS = 10
 def _branches(context):
 
   def decide(arguments):
+    """Returns the decision for arguments of these kinds."""
     node = context.node
     plans = {
       name: make(body, arguments, may_meet=False)
@@ -220,6 +221,8 @@ def _loop_decision(context, variables, plans, constant):
   changing = [i for i, c in enumerate(constant) if not c]
 
   def emit(site, inputs):
+    """Builds the loop for a site; only values that change are loop variables."""
+
     def arguments(values):
       all_of_them = list(inputs)
       for i, value in zip(changing, values, strict=True):

@@ -30,6 +30,7 @@ def make(
 
   @functools.wraps(fn.python_function if is_function else fn)
   def step(*args, **kwargs):
+    """Runs the step on all replicas, and returns what one device would return."""
     leaves = tf.nest.flatten((args, kwargs))
     are_batches = [_is_batch(strategy, leaf) for leaf in leaves]
     if any(map(_has_rows, leaves)) and not any(are_batches):

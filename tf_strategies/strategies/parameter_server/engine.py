@@ -29,7 +29,8 @@ from tf_strategies.strategies.parameter_server import (
 )
 from tf_strategies.strategies.parameter_server import options as options_lib
 
-_RESULTS_SECONDS = 0.1
+_RESULTS_SECONDS = 0.1  # The age of results that are read while steps run.
+_RETRY_SECONDS = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -345,19 +346,20 @@ class Engine:
       self._with_recovery(
         lambda: self.pool.wait(lambda: is_current() or not self.pool.is_busy())
       )
-    if is_current() and self._reads_results(step):
-      writes, done, at = step.read_at
-      is_recent = time.monotonic() - at < _RESULTS_SECONDS
-      is_usable = writes == self._writes and (
-        done == step.done or (is_recent and self.pool.is_busy())
-      )
-      if not is_usable:
-        step.read_at = self._writes, step.done, time.monotonic()
-        found = self._with_recovery(lambda: self._read_results(step))
-        # Else servers were restored, and metrics count from zero.
-        if is_current():
-          step.newest = found
+    if is_current() and self._reads_results(step) and self._is_late(step):
+      read_at = self._writes, step.done, time.monotonic()
+      found = self._with_recovery(lambda: self._read_results(step))
+      # Else servers were restored, and metrics count from zero.
+      if is_current():
+        step.newest, step.read_at = found, read_at
     return step.newest
+
+  def _is_late(self, step: Step) -> bool:
+    """Returns whether the results of a step must be read again."""
+    writes, done, at = step.read_at
+    is_recent = time.monotonic() - at < _RESULTS_SECONDS
+    is_usable = done == step.done or (is_recent and self.pool.is_busy())
+    return writes != self._writes or not is_usable
 
   def _reads_results(self, step: Step) -> bool:
     """Returns whether results are read when they are used, not in each update."""
@@ -370,7 +372,7 @@ class Engine:
     except tf.errors.UnavailableError:
       # If only a connection has broken, the next attempt makes another one.
       _tf_internal.clear_errors()
-      time.sleep(_RESULTS_SECONDS)
+      time.sleep(_RETRY_SECONDS)
       return [t.numpy() for t in read()]
 
   def _report_of(self, update: Update) -> Any:
